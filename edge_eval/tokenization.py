@@ -1,0 +1,121 @@
+"""Prompt -> EncodedPrompt, and the token ids that spell each letter; the rule is letter_tokens().
+
+Only the file tokenizer.json is read, with the special tokens its own post-processor adds, once.
+A question's own text never becomes a control token: special tokens in it stay text.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from edge_eval.errors import ModelError, ScoringError
+from edge_eval.letters import describe_letter
+from edge_eval.schema import EncodedPrompt, Prompt
+
+# Prompts handed to the tokenizer at once: enough for its threads, little in memory.
+BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LetterTokens:
+    """How a model's vocabulary spells the letters after a prompt."""
+
+    letters: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]  # per letter, one id or several to be taken in turn
+    pieces: tuple[tuple[str, ...], ...]
+
+    @property
+    def single(self) -> bool:
+        """Whether every letter is one token, so that one pass decides."""
+        return all(len(ids) == 1 for ids in self.ids)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory.
+
+    Errors: ModelError when tokenizer.json is missing or cannot be read.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(
+            f"{path} is missing: the prompts cannot be turned into token ids. Export the checkpoint "
+            "again with `edge-eval export`."
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a bad file
+        raise ModelError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """One more than the largest token id the tokenizer can produce."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+def encode_prompts(tokenizer: Any, prompts: Iterable[Prompt]) -> Iterator[EncodedPrompt]:
+    """The prompts' token ids, special tokens as the tokenizer's own file says."""
+    waiting = iter(prompts)
+    while batch := list(islice(waiting, BATCH)):
+        encodings = tokenizer.encode_batch_fast([prompt.text for prompt in batch])
+        for prompt, encoding in zip(batch, encodings, strict=True):
+            yield EncodedPrompt(prompt.question_id, np.asarray(encoding.ids, dtype=np.int64))
+
+
+def letter_tokens(tokenizer: Any, letters: Sequence[str], prefix: str = "") -> LetterTokens:
+    """The ids that spell each letter behind a prompt, special tokens left out.
+
+    The paper takes the last id of the letter encoded alone, which is the letter itself when
+    the tokenizer puts a word-start piece before it; that piece is dropped here, and what is left
+    is one id, the paper's, or several where the vocabulary has no token for the letter. With
+    a prefix (" " for lm-eval) prefix and letter are encoded together and nothing is dropped.
+
+    Source: mbzuai-nlp/ArabicMMLU, util_compute.py at 8d5b148.
+    Errors: ScoringError for letters that are unknown or spelt alike.
+    """
+    unknown = tokenizer.token_to_id(_unknown_token(tokenizer) or "")
+    ids, pieces = [], []
+    for letter in letters:
+        encoding = tokenizer.encode(prefix + letter, add_special_tokens=False)
+        spelling = list(zip(encoding.ids, encoding.tokens, strict=True))
+        while not prefix and len(spelling) > 1 and _is_blank(tokenizer, spelling[0]):
+            spelling = spelling[1:]
+        if not spelling or any(token_id == unknown for token_id, _piece in spelling):
+            raise ScoringError(
+                f"the letter {describe_letter(letter)} is unknown to this tokenizer, so its logit "
+                "would mean nothing. Use the other alphabet (--letters)."
+            )
+        ids.append(tuple(token_id for token_id, _piece in spelling))
+        pieces.append(tuple(piece for _id, piece in spelling))
+    for index, spelling_ids in enumerate(ids):
+        if spelling_ids in ids[:index]:
+            twin = letters[ids.index(spelling_ids)]
+            raise ScoringError(
+                f"this tokenizer spells {describe_letter(letters[index])} and "
+                f"{describe_letter(twin)} with the same tokens {list(spelling_ids)}, so they cannot "
+                "be told apart. Use the other alphabet (--letters)."
+            )
+    return LetterTokens(tuple(letters), tuple(ids), tuple(pieces))
+
+
+def _is_blank(tokenizer: Any, spelling: tuple[int, str]) -> bool:
+    """Whether a token is a word-start mark alone, without any part of the letter."""
+    token_id, piece = spelling
+    return piece in {"\u2581", "\u0120"} or not tokenizer.decode([token_id]).strip()
+
+
+def _unknown_token(tokenizer: Any) -> str | None:
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    if isinstance(unknown, str):
+        return unknown
+    unk_id = json.loads(tokenizer.to_str())["model"].get("unk_id")
+    return tokenizer.id_to_token(unk_id) if unk_id is not None else None

@@ -1,0 +1,1 @@
+"""Checkpoint, GGUF file or ONNX folder -> model directory; needs the ``export`` extra."""

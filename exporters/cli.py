@@ -1,0 +1,89 @@
+"""The export and verify commands: parse, call, print."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_eval.console import notes, print_json, results
+from edge_eval.errors import ExportError
+
+
+def need_export_extra() -> None:
+    """Raise ExportError where torch or optimum is missing."""
+    import importlib.util
+
+    missing = [name for name in ("torch", "optimum", "gguf") if not importlib.util.find_spec(name)]
+    if missing:
+        raise ExportError(
+            f"exporting needs {', '.join(missing)}: install with pip install 'edge-eval[export]'. "
+            "Running an exported model does not."
+        )
+
+
+def export(
+    source: Annotated[str, typer.Argument(help="Hub id, checkpoint folder or .gguf file.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The model directory to write.")],
+    revision: Annotated[str | None, typer.Option(help="Revision of a Hub id.")] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Keep the traced graph: slower, for comparison.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest.")] = False,
+) -> None:
+    """Turn a checkpoint into a model directory, verified against the checkpoint."""
+    need_export_extra()
+    import dataclasses
+
+    notes().print(f"Exporting {source}: about a minute for 300 million parameters.")
+    if source.endswith(".gguf"):
+        from exporters.gguf import export_gguf
+
+        manifest = export_gguf(Path(source), output, fused=not plain)
+    else:
+        from exporters.huggingface import export_checkpoint
+
+        manifest = export_checkpoint(source, output, revision=revision, fused=not plain)
+    if as_json:
+        print_json(dataclasses.asdict(manifest))
+        return
+    parity = manifest.parity
+    results().print(
+        f"{output}: {manifest.name}, {manifest.architecture}, {manifest.precision}, "
+        f"{manifest.graph} graph.\n"
+        f"Verified on {parity['n_prompts']} prompts of up to {parity['longest_tokens']} tokens: "
+        f"letter logits within {parity['logit_max_difference']:.2g} of the checkpoint's "
+        f"(the largest is {parity['logit_scale']:.3g}), the same letter "
+        f"{parity['n_same_letter']} of {parity['n_prompts']} times.\n"
+        f"Next: edge-eval run {output}",
+        soft_wrap=True,
+    )
+
+
+def verify(
+    directory: Annotated[Path, typer.Argument(help="A model directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures.")] = False,
+) -> None:
+    """Hold a model directory against what its export measured; needs no torch."""
+    from exporters.verify import verify_directory
+
+    report = verify_directory(directory)
+    if as_json:
+        print_json(report)
+        return
+    results().print(
+        f"{directory}: every file is as exported. On {report['n_prompts']} prompts of up to "
+        f"{report['longest_tokens']} tokens the letter logits are within "
+        f"{report['logit_max_difference']:.2g} of the checkpoint's (the largest is "
+        f"{report['logit_scale']:.3g}), and within {report['past_max_difference']:.2g} when "
+        f"continued from a cached half; the same letter {report['n_same_letter']} of "
+        f"{report['n_prompts']} times.",
+        soft_wrap=True,
+    )
+    for finding in report["letters"].values():
+        results().print(f"Note: {finding}", soft_wrap=True)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Put the exporters' commands into edge-eval's own command line."""
+    app.command()(export)
+    app.command()(verify)

@@ -1,0 +1,325 @@
+"""Hugging Face checkpoint (Hub id or folder) -> model directory, the graph by optimum.
+
+write_model_directory() is the one place that lays a directory out; gguf.py ends in it too.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_eval.errors import ExportError
+from edge_eval.model_dir import (
+    EMBEDDING,
+    GRAPH,
+    HEAD,
+    HEAD_BIAS,
+    SCHEMA_VERSION,
+    describe_files,
+    write_manifest,
+)
+from edge_eval.schema import ExportManifest
+
+# What a checkpoint is made of: no pickles, no code.
+CHECKPOINT_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+
+# A prompt's length where the checkpoint states none (BLOOM: trained at 2,048 tokens).
+FALLBACK_MAX_LENGTH = 2048
+
+TOOLS = ("edge-eval", "optimum-onnx", "transformers", "torch", "onnx", "onnxruntime", "tokenizers")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a checkpoint came from, as the manifest tells it."""
+
+    name: str
+    revision: str | None = None
+
+
+def export_checkpoint(
+    source: str, output: Path, *, revision: str | None = None, fused: bool = True
+) -> ExportManifest:
+    """Export a local folder or a Hub id to the model directory ``output``.
+
+    Errors: ExportError for a source that is not there, wants remote code, has only pickled
+    weights, is no causal language model, or does not survive verification.
+    """
+    folder, found_revision = _checkpoint_folder(source, revision)
+    config = _read_json(folder / "config.json")
+    if "auto_map" in config:
+        raise ExportError(
+            f"{source} wants to run code of its own (auto_map in config.json). edge-eval runs no "
+            "code of a model's: export a checkpoint whose architecture transformers knows."
+        )
+    if not any(folder.glob("*.safetensors")):
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        found = f" ({', '.join(pickled)}: pickles, which can run code)" if pickled else ""
+        raise ExportError(
+            f"{source} has no .safetensors weights{found}. Convert the checkpoint to safetensors."
+        )
+    with quiet():
+        model = load_causal_model(folder)
+        return write_model_directory(
+            model,
+            lambda directory: _write_tokenizer(folder, directory),
+            Source(_source_name(source), found_revision),
+            output,
+            fused=fused,
+        )
+
+
+def _source_name(source: str) -> str:
+    path = Path(source)
+    return path.resolve().name if path.exists() else source
+
+
+def _checkpoint_folder(source: str, revision: str | None) -> tuple[Path, str | None]:
+    path = Path(source)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ExportError(f"{path} has no config.json: it is not a Hugging Face checkpoint.")
+        return path, None
+    if path.exists() or source.count("/") != 1 or source.startswith((".", "/", "~")):
+        raise ExportError(f"{source} is neither a folder nor a .gguf file nor a Hub id (name/model).")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        found = Path(
+            snapshot_download(source, revision=revision, allow_patterns=CHECKPOINT_FILES)
+        )
+    except GatedRepoError as error:
+        raise ExportError(
+            f"{source} is gated: accept its terms on the Hub and log in with `hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ExportError(f"the Hub has no model {source} (or it is private).") from error
+    except RevisionNotFoundError as error:
+        raise ExportError(f"the Hub's {source} has no revision {revision}.") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ExportError(
+            f"the Hub cannot be reached and {source} is not in the local cache. Check the network and "
+            "HTTPS_PROXY, or give the folder of a checkpoint you have."
+        ) from error
+    return found, found.name
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ExportError(f"{path} is not a JSON object.")
+    return value
+
+
+def load_causal_model(folder: Path, gguf_file: str | None = None) -> Any:
+    """The checkpoint in float32 and evaluation mode, with no code of its own."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=torch.float32,
+            trust_remote_code=False,
+            local_files_only=True,
+            attn_implementation="eager",
+            **options,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ExportError(f"{gguf_file or folder} cannot be loaded by transformers: {error}") from error
+    return model.eval()
+
+
+def decoder_of(causal_model: Any) -> Any:
+    """The network inside a causal model, without its head."""
+    decoder = causal_model.get_decoder()
+    # Some architectures answer with themselves, and name the decoder as their base.
+    return causal_model.base_model if decoder is causal_model else decoder
+
+
+def write_model_directory(
+    model: Any,
+    write_tokenizer: Callable[[Path], None],
+    source: Source,
+    output: Path,
+    *,
+    fused: bool,
+) -> ExportManifest:
+    """Export, verify, and only then give the directory its name.
+
+    Errors: ExportError; then nothing is left at ``output``.
+    """
+    from exporters.fused_decoder import FAMILIES
+    from exporters.onnx_graph import export_graph
+    from exporters.verify import compare_with_checkpoint
+
+    with new_directory(output) as directory:
+        write_tokenizer(directory)
+        model.config.to_json_file(directory / "config.json")
+        decoder = decoder_of(model)
+        form = export_graph(decoder, directory / GRAPH, fused=fused)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        tied = head.weight.data_ptr() == embedding.weight.data_ptr()
+        save_table(directory / HEAD, head.weight)
+        if not tied:
+            save_table(directory / EMBEDDING, embedding.weight)
+        if head.bias is not None:
+            np.save(directory / HEAD_BIAS, head.bias.detach().numpy())
+        config = model.config
+        scale = float(getattr(embedding, "embed_scale", 1.0))
+        if form == "fused":
+            scale = FAMILIES[config.model_type].embedding_scale(config)
+        manifest = ExportManifest(
+            schema_version=SCHEMA_VERSION,
+            name=source.name,
+            source=source.name,
+            revision=source.revision,
+            architecture=config.model_type,
+            precision="fp32",
+            graph=form,
+            n_layers=int(config.num_hidden_layers),
+            hidden_size=int(config.hidden_size),
+            vocab_size=int(embedding.weight.shape[0]),
+            max_length=_max_length(config),
+            sliding_window=_sliding_window(config),
+            tied_embedding=tied,
+            embedding_scale=scale,
+            head_bias=head.bias is not None,
+            head_scale=_head_scale(config),
+            head_softcap=getattr(config, "final_logit_softcapping", None),
+            files={},
+            tools=tool_versions(),
+            parity={},
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        parity = compare_with_checkpoint(directory, manifest, model, decoder)
+        manifest = replace(manifest, parity=parity)
+        files = [path.name for path in directory.iterdir()]
+        manifest = replace(manifest, files=describe_files(directory, files))
+        write_manifest(directory, manifest)
+    return manifest
+
+
+@contextlib.contextmanager
+def new_directory(output: Path) -> Iterator[Path]:
+    """A temporary folder beside ``output`` that takes its name when the block ends well."""
+    if output.exists():
+        raise ExportError(f"{output} exists already: name another place with -o, or remove it.")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    except OSError as error:
+        raise ExportError(f"{output} cannot be written: {error.strerror}.") from error
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        temporary.rename(output)
+    except OSError as error:
+        raise ExportError(f"{output} cannot be written: {error}.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def save_table(path: Path, weight: Any) -> None:
+    """A table (vocab, hidden) as .npy, which numpy maps without copying."""
+    np.save(path, weight.detach().numpy())
+
+
+def _max_length(config: Any) -> int:
+    for name in ("max_position_embeddings", "n_positions", "seq_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return FALLBACK_MAX_LENGTH
+
+
+def _sliding_window(config: Any) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if not window or (layer_types and "sliding_attention" not in layer_types):
+        return None
+    return int(window)
+
+
+def _head_scale(config: Any) -> float:
+    """What the logits are multiplied with behind the head, in the families that do so."""
+    if config.model_type == "granite":
+        return 1.0 / float(config.logits_scaling)
+    if config.model_type in {"cohere", "cohere2"}:
+        return float(config.logit_scale)
+    return 1.0
+
+
+def tool_versions() -> dict[str, str]:
+    """The versions of what made the export."""
+    return {name: importlib.metadata.version(name) for name in TOOLS}
+
+
+def _write_tokenizer(folder: Path, directory: Path) -> None:
+    """tokenizer.json and its settings, proved equal to the checkpoint's own tokenizer."""
+    from transformers import AutoTokenizer
+
+    from edge_eval.tokenization import encode_prompts, load_tokenizer
+    from exporters.verify import verification_prompts
+
+    try:
+        original = AutoTokenizer.from_pretrained(
+            str(folder), use_fast=True, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        raise ExportError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+    if not original.is_fast:
+        raise ExportError(
+            f"{folder} has only a slow tokenizer ({type(original).__name__}) and no tokenizer.json."
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        original.save_pretrained(scratch)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (Path(scratch) / name).is_file():
+                shutil.copyfile(Path(scratch) / name, directory / name)
+    ours = load_tokenizer(directory)
+    prompts = verification_prompts(ours, None, FALLBACK_MAX_LENGTH)
+    for prompt, encoded in zip(prompts, encode_prompts(ours, prompts), strict=True):
+        if original(prompt.text)["input_ids"] != encoded.input_ids.tolist():
+            raise ExportError(
+                f"tokenizer.json and the checkpoint's tokenizer ({type(original).__name__}) give "
+                f"different tokens for sample question {prompt.question_id}. Nothing was written."
+            )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the exporters' own logs and progress bars: what goes wrong is raised, not logged."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name in ("optimum", "torch.onnx", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,195 @@
+"""Model directory + loaded checkpoint -> how well they agree; thresholds at the top.
+
+An export that fails here leaves nothing behind. The reference's letter logits stay in the
+manifest, so that `edge-eval verify DIR` can hold the graph against them again without torch.
+"""
+
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_eval.environment import usable_cores
+from edge_eval.errors import ExportError, ScoringError
+from edge_eval.letters import OPTION_LETTERS, describe_letter
+from edge_eval.model import Model, open_model
+from edge_eval.model_dir import read_manifest, verify_hashes
+from edge_eval.prompts import render
+from edge_eval.questions import load_questions
+from edge_eval.schema import ExportManifest, Float32Array, Int64Array, Prompt, RunConfig
+from edge_eval.tokenization import encode_prompts, letter_tokens, load_tokenizer
+
+N_PROMPTS = 8
+TEMPLATES = ("en-latin", "ar-arabic", "en-arabic", "ar-latin")
+
+# Of the logits' largest magnitude. fp32 sums in another order differ by 1e-5; a lost window,
+# a missing norm or a wrong rotary table by more than this.
+MAX_DIFFERENCE = 1e-2
+
+# A prompt past the window by this many tokens shows whether the window survived the export.
+BEYOND_WINDOW = 64
+
+
+def verification_prompts(tokenizer: Any, window: int | None, max_length: int) -> list[Prompt]:
+    """Eight prompts of the bundled sample in all four templates; the last is beyond the window.
+
+    window: tokens, or None for full attention. A prompt is never longer than ``max_length``.
+    """
+    questions = load_questions(RunConfig(data="sample"))
+    step = len(questions.test) // N_PROMPTS
+    chosen = questions.test[::step][:N_PROMPTS]
+    prompts = [render(q, t) for q, t in zip(chosen, cycle(TEMPLATES), strict=False)]
+    if window is not None and window < max_length:
+        shots = [shot for task in questions.shots.values() for shot in task]
+        for n_shots in range(len(shots)):
+            prompt = render(chosen[-1], TEMPLATES[0], shots[:n_shots])
+            n_tokens = len(next(iter(encode_prompts(tokenizer, [prompt]))).input_ids)
+            if n_tokens > max_length:
+                break
+            prompts[-1] = prompt
+            if n_tokens > window + BEYOND_WINDOW:
+                break
+    return prompts
+
+
+def single_letter_ids(tokenizer: Any) -> list[int]:
+    """One id for each of the ten letters: its last, which is all of it in most vocabularies."""
+    ids = []
+    for letter in OPTION_LETTERS:
+        encoding = tokenizer.encode(letter, add_special_tokens=False)
+        ids.append(encoding.ids[-1] if encoding.ids else 0)
+    return ids
+
+
+def our_logits(model: Model, encoded: Sequence[Int64Array], ids: Sequence[int]) -> Float32Array:
+    """The letters' logits (prompts, 10) as edge-eval computes them."""
+    rows = model.head_rows(ids)
+    return np.stack([model.logits(model.run(input_ids)[0], rows) for input_ids in encoded])
+
+
+def continued_logits(model: Model, input_ids: Int64Array, ids: Sequence[int]) -> Float32Array:
+    """The letters' logits (10,) with the prompt's first half run apart and continued from."""
+    half = len(input_ids) // 2
+    _, past = model.run(input_ids[:half], keep=True)
+    return model.logits(model.run(input_ids[half:], past)[0], model.head_rows(ids))
+
+
+def compare_with_checkpoint(
+    directory: Path, manifest: ExportManifest, causal_model: Any, decoder: Any
+) -> dict[str, Any]:
+    """The figures of a fresh export against the torch model it came from.
+
+    Errors: ExportError when they differ by more than MAX_DIFFERENCE or choose other letters.
+    """
+    import torch
+
+    tokenizer = load_tokenizer(directory)
+    prompts = verification_prompts(tokenizer, manifest.sliding_window, manifest.max_length)
+    encoded = [item.input_ids for item in encode_prompts(tokenizer, prompts)]
+    ids = single_letter_ids(tokenizer)
+    hidden_reference, logits_reference = [], []
+    with torch.no_grad():
+        for input_ids in encoded:
+            batch = torch.from_numpy(input_ids)[None]
+            hidden = decoder(input_ids=batch, use_cache=False).last_hidden_state
+            logits = causal_model(input_ids=batch, use_cache=False).logits
+            hidden_reference.append(hidden[0, -1].numpy())
+            logits_reference.append(logits[0, -1, ids].numpy())
+    model = open_model(directory, manifest, usable_cores())
+    hidden_ours = np.stack([model.run(input_ids)[0] for input_ids in encoded])
+    report = _differences(
+        our_logits(model, encoded, ids),
+        np.stack(logits_reference),
+        continued_logits(model, encoded[-1], ids),
+    )
+    report |= {
+        "hidden_max_difference": _largest(hidden_ours - np.stack(hidden_reference)),
+        "n_prompts": len(encoded),
+        "longest_tokens": max(map(len, encoded)),
+        "letter_ids": ids,
+        "reference_logits": [[round(float(v), 5) for v in row] for row in logits_reference],
+    }
+    _judge(report)
+    check_letters(tokenizer)
+    return report
+
+
+def _largest(values: Float32Array) -> float:
+    return float(np.abs(values).max())
+
+
+def _differences(
+    ours: Float32Array, reference: Float32Array, continued: Float32Array
+) -> dict[str, Any]:
+    return {
+        "logit_max_difference": _largest(ours - reference),
+        "logit_scale": _largest(reference),
+        "n_same_letter": int((ours.argmax(axis=1) == reference.argmax(axis=1)).sum()),
+        "past_max_difference": _largest(continued - ours[-1]),
+    }
+
+
+def _judge(report: dict[str, Any]) -> None:
+    worst = max(report["logit_max_difference"], report["past_max_difference"])
+    # Not "worst > bound": a NaN must fail.
+    if not worst <= MAX_DIFFERENCE * report["logit_scale"]:
+        raise ExportError(
+            f"the exported graph and the checkpoint disagree: letter logits differ by up to {worst:.3g} "
+            f"where the largest is {report['logit_scale']:.3g}. Nothing was written; please report the "
+            "architecture."
+        )
+    if report["n_same_letter"] != report["n_prompts"]:
+        raise ExportError(
+            f"the exported graph and the checkpoint choose the same letter for only "
+            f"{report['n_same_letter']} of {report['n_prompts']} prompts. Nothing was written."
+        )
+
+
+def check_letters(tokenizer: Any) -> dict[str, str]:
+    """What is wrong with each letter the tokenizer cannot give back, by alphabet; empty is good.
+
+    A vocabulary without Arabic letters is no fault of an export: doctor and run say so.
+    Errors: ExportError when not even the Latin letters come back.
+    """
+    findings = {}
+    for letter in OPTION_LETTERS:
+        try:
+            ids = letter_tokens(tokenizer, [letter]).ids[0]
+        except ScoringError as error:
+            findings[letter] = str(error)
+            continue
+        if tokenizer.decode(list(ids)).strip() != letter:
+            findings[letter] = f"{describe_letter(letter)} does not come back from its tokens"
+    if all(letter in findings for letter in OPTION_LETTERS[:5]):
+        raise ExportError(
+            "the tokenizer gives none of the letters A-E back, so it is not this model's: "
+            + "; ".join(findings.values())
+        )
+    return findings
+
+
+def verify_directory(directory: Path) -> dict[str, Any]:
+    """A model directory held against what its manifest says; needs no torch.
+
+    Checks: every file's hash, the graph's loading, the letters' round trip, the letter logits
+    of the export's own prompts against the checkpoint's, with and without past.
+    Errors: ModelError or ExportError naming what failed.
+    """
+    manifest = read_manifest(directory)
+    verify_hashes(directory, manifest)
+    tokenizer = load_tokenizer(directory)
+    findings = check_letters(tokenizer)
+    prompts = verification_prompts(tokenizer, manifest.sliding_window, manifest.max_length)
+    encoded = [item.input_ids for item in encode_prompts(tokenizer, prompts)]
+    ids = list(manifest.parity["letter_ids"])
+    model = open_model(directory, manifest, usable_cores())
+    reference = np.array(manifest.parity["reference_logits"], dtype=np.float32)
+    report = _differences(
+        our_logits(model, encoded, ids), reference, continued_logits(model, encoded[-1], ids)
+    )
+    report |= {"n_prompts": len(encoded), "longest_tokens": max(map(len, encoded))}
+    if manifest.precision == "fp32":
+        _judge(report)
+    return report | {"letters": findings, "precision": manifest.precision}
