@@ -4,6 +4,7 @@ Nothing heavy is imported before a command needs it: --help must answer at once.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -60,6 +61,8 @@ def demo(
     ] = Path("edge-eval-demo"),
 ) -> None:
     """The whole tool on a small real model: export, run on the sample, print."""
+    import subprocess
+
     from edge_eval.errors import ExportError
     from edge_eval.schema import RunConfig
 
@@ -71,17 +74,19 @@ def demo(
         ) from None
     model = directory / "gemma-3-270m"
     if not model.exists():
-        from exporters.cli import export, need_export_extra
-
-        need_export_extra()
         directory.mkdir(parents=True, exist_ok=True)
         gguf = directory / package.MODEL_NAME
         package.assemble(gguf, overwrite=True)
         try:
-            export(str(gguf), model)
+            # A process of its own: torch's memory must not stand in the run's peak.
+            command = [sys.executable, "-m", "edge_eval", "export", str(gguf), "-o", str(model)]
+            if code := subprocess.run(command, check=False).returncode:  # noqa: S603 - ourselves
+                raise typer.Exit(code)
         finally:
             gguf.unlink(missing_ok=True)
-    _run_and_print(RunConfig(model=str(model)), _run_path(directory, model, "sample"), as_json=False)
+    _run_and_print(
+        RunConfig(model=str(model)), _run_path(directory, model, "sample"), as_json=False
+    )
 
 
 @app.command()
@@ -155,8 +160,6 @@ def prompts(
     ] = False,
 ) -> None:
     """The prompts a model would be given, byte for byte."""
-    import sys
-
     from edge_eval.prompts import render
     from edge_eval.questions import load_questions
     from edge_eval.run_record import to_json

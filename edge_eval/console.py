@@ -5,6 +5,7 @@ Both command files run through run_app(). Results go to stdout, progress and not
 
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -20,8 +21,12 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 
-class Terminated(BaseException):
-    """SIGTERM, turned into an exception so that files are closed on the way out."""
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM, as an exception so that files are closed on the way out."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
 def results() -> Console:
@@ -53,19 +58,21 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
-    def terminate(_signal: int, _frame: object) -> None:
-        raise Terminated
+    def interrupt(number: int, _frame: object) -> None:
+        raise Interrupted(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED)
 
-    signal.signal(signal.SIGTERM, terminate)
+    # Not KeyboardInterrupt: typer would turn it into exit code 1.
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         app()
     except EdgeEvalError as error:
         notes().print(Text(f"Error: {error}"), soft_wrap=True)
         sys.exit(EXIT_USER_ERROR)
-    except KeyboardInterrupt:
-        notes().print("Interrupted.")
-        sys.exit(EXIT_INTERRUPTED)
-    except Terminated:
-        notes().print("Terminated.")
-        sys.exit(EXIT_TERMINATED)
+    except Interrupted as interrupted:
+        notes().print("Interrupted; what was answered is kept.")
+        sys.exit(interrupted.exit_code)
+    except BrokenPipeError:
+        # The reader (head, less) has what it wanted.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)

@@ -112,7 +112,11 @@ def ten_letters(tokenizer: object, template: PromptTemplate) -> LetterTokens:
 
 
 def evaluate(
-    config: RunConfig, record_path: Path, on_progress: Progress | None = None, *, hashes: bool = True
+    config: RunConfig,
+    record_path: Path,
+    on_progress: Progress | None = None,
+    *,
+    hashes: bool = True,
 ) -> RunRecord:
     """Answer every question and leave a complete record at ``record_path``.
 

@@ -114,12 +114,12 @@ def open_model(directory: Path, manifest: ExportManifest, threads: int) -> Model
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     # A pattern is remembered per input shape, and every prompt has its own length.
     options.enable_mem_pattern = False
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # an error is raised as well, and raised once is enough
     try:
         session = ort.InferenceSession(
             str(directory / GRAPH), options, providers=["CPUExecutionProvider"]
         )
-    except Exception as error:  # noqa: BLE001 - onnxruntime's errors share no base class
+    except Exception as error:
         raise ModelError(
             f"onnxruntime {ort.__version__} cannot load {directory / GRAPH}: "
             f"{_first_line(error)}. Export the model again, or update onnxruntime."

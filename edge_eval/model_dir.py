@@ -1,11 +1,11 @@
 """Directory <-> ExportManifest: the contract between exporters and edge_eval; files named here.
 
-    manifest.json         ExportManifest, with a SHA-256 and size per file
-    model.onnx(+_data)    from embedded tokens to the last hidden state
-    lm_head.npy           (vocab, hidden) float32 or float16, memory-mapped
-    lm_head_bias.npy      (vocab,) where the head has a bias
-    embedding.npy         (vocab, hidden) where it is not the head's table
-    tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json
+manifest.json         ExportManifest, with a SHA-256 and size per file
+model.onnx(+_data)    from embedded tokens to the last hidden state
+lm_head.npy           (vocab, hidden) float32 or float16, memory-mapped
+lm_head_bias.npy      (vocab,) where the head has a bias
+embedding.npy         (vocab, hidden) where it is not the head's table
+tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json
 """
 
 import dataclasses

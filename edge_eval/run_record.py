@@ -184,7 +184,8 @@ def _check_version(path: Path, header: dict[str, Any]) -> None:
 
 
 def _config(fields: dict[str, Any]) -> RunConfig:
-    return RunConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    values: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return RunConfig(**values)
 
 
 def _prediction(entry: dict[str, Any]) -> Prediction:

@@ -166,12 +166,10 @@ def _cost_table(figures: Mapping[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column()
-    tail = [f"p50 {_ms(timing['latency_p50_ms'])}"]
-    for name in ("p90", "p99"):
-        if timing[f"latency_{name}_ms"] is not None:
-            tail.append(f"{name} {_ms(timing[f'latency_{name}_ms'])}")
-    tail.append(f"max {_ms(timing['latency_max_ms'])}")
-    table.add_row("latency, single-stream", f"{', '.join(tail)} (n = {timing['n']:,})")
+    # A percentile that too few samples cannot carry is None and left out.
+    known = [name for name in ("p50", "p90", "p99", "max") if timing[f"latency_{name}_ms"]]
+    times = ", ".join(f"{name} {_ms(timing[f'latency_{name}_ms'])}" for name in known)
+    table.add_row("latency, single-stream", f"{times} (n = {timing['n']:,})")
     if timing["mean_tokens"] is not None:
         table.add_row(
             "prompts",
@@ -183,7 +181,8 @@ def _cost_table(figures: Mapping[str, Any]) -> Table:
     table.add_row("size on disk", _megabytes(figures["model"]["disk_bytes"]))
     isa = " ".join(machine["instruction_sets"] or ["instruction sets unknown"])
     table.add_row(
-        "machine", f"{machine['cpu_model'] or machine['architecture']}, {machine['threads']} threads"
+        "machine",
+        f"{machine['cpu_model'] or machine['architecture']}, {machine['threads']} threads",
     )
     table.add_row("", isa)
     return table

@@ -49,7 +49,7 @@ def load_tokenizer(directory: Path) -> Any:
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a bad file
+    except Exception as error:
         raise ModelError(f"{path} is not a tokenizer: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()

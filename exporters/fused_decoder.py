@@ -53,6 +53,9 @@ def why_not_fused(config: Any) -> str | None:
         return f"rotary scaling {rope_type!r} depends on the prompt's length"
     if getattr(config, "use_bidirectional_attention", False):
         return "attention is bidirectional"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim % 16:
+        return f"onnxruntime's fused attention wants heads of a multiple of 16, not {head_dim}"
     return None
 
 
@@ -60,7 +63,7 @@ class _GroupQueryAttention(torch.autograd.Function):
     """com.microsoft::GroupQueryAttention; forward gives shapes only, the export gives the node."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         _: Any,
         qkv: Tensor,
         past_key: Tensor,
@@ -120,7 +123,7 @@ class _Norm(torch.autograd.Function):
     """SimplifiedLayerNormalization: x / rms(x) * weight over the last axis."""
 
     @staticmethod
-    def forward(_: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:  # type: ignore[override]
+    def forward(_: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return nn.functional.rms_norm(x, weight.shape, weight, epsilon)
 
     @staticmethod
@@ -134,7 +137,7 @@ class _SkipNorm(torch.autograd.Function):
     """SkipSimplifiedLayerNormalization: the norm of x + skip, and x + skip."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         _: Any, x: Tensor, skip: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
         total = x + skip
@@ -163,7 +166,7 @@ class _Activation(torch.autograd.Function):
     }
 
     @staticmethod
-    def forward(_: Any, x: Tensor, name: str) -> Tensor:  # type: ignore[override]
+    def forward(_: Any, x: Tensor, name: str) -> Tensor:  # noqa: ARG004
         return x.clone()
 
     @staticmethod
@@ -199,11 +202,11 @@ class _RmsNorm(nn.Module):
         self.epsilon = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Norm.apply(x, self.weight, self.epsilon)  # type: ignore[no-any-return]
+        return _Norm.apply(x, self.weight, self.epsilon)
 
     def add(self, x: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of ``x + skip`` and the sum itself, the next residual."""
-        return _SkipNorm.apply(x, skip, self.weight, self.epsilon)  # type: ignore[no-any-return]
+        return _SkipNorm.apply(x, skip, self.weight, self.epsilon)
 
 
 class _Layer(nn.Module):
@@ -261,7 +264,7 @@ class _Layer(nn.Module):
 
     def mlp(self, x: Tensor) -> Tensor:
         gate = _Activation.apply(self.gate(x), self.activation)
-        return self.down(gate * self.up(x))  # type: ignore[no-any-return]
+        return self.down(gate * self.up(x))
 
 
 def _halves(packed: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
@@ -302,9 +305,7 @@ class FusedDecoder(nn.Module):
         super().__init__()
         self.config = decoder.config
         family = FAMILIES[self.config.model_type]
-        self.layers = nn.ModuleList(
-            _Layer(layer, self.config, family) for layer in decoder.layers
-        )
+        self.layers = nn.ModuleList(_Layer(layer, self.config, family) for layer in decoder.layers)
         self.norm = _RmsNorm(decoder.norm, family.norm_offset)
         rotary = {False: decoder.rotary_emb}
         rotary[True] = getattr(decoder, "rotary_emb_local", decoder.rotary_emb)
@@ -316,13 +317,13 @@ class FusedDecoder(nn.Module):
     def _positions(self, inputs_embeds: Tensor, past_key: Tensor) -> _Positions:
         total = torch.onnx.operators.shape_as_tensor(inputs_embeds)[1]
         total = total + torch.onnx.operators.shape_as_tensor(past_key)[2]
-        steps = torch.arange(total, dtype=torch.float32)  # type: ignore[call-overload]
+        steps = torch.arange(total, dtype=torch.float32)
         rotary: dict[bool, tuple[Tensor, Tensor]] = {}
         for local, frequencies in ((False, self.inv_freq), (True, self.inv_freq_local)):
             if local and not self.has_local_rotary:
                 rotary[True] = rotary[False]
                 continue
-            angles = steps[:, None] * frequencies[None, :]  # type: ignore[index]
+            angles = steps[:, None] * frequencies[None, :]
             scaling = self.rotary_scaling[local]
             cos, sin = angles.cos(), angles.sin()
             rotary[local] = (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)

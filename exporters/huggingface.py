@@ -92,7 +92,9 @@ def _checkpoint_folder(source: str, revision: str | None) -> tuple[Path, str | N
             raise ExportError(f"{path} has no config.json: it is not a Hugging Face checkpoint.")
         return path, None
     if path.exists() or source.count("/") != 1 or source.startswith((".", "/", "~")):
-        raise ExportError(f"{source} is neither a folder nor a .gguf file nor a Hub id (name/model).")
+        raise ExportError(
+            f"{source} is neither a folder nor a .gguf file nor a Hub id (name/model)."
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -103,9 +105,7 @@ def _checkpoint_folder(source: str, revision: str | None) -> tuple[Path, str | N
     )
 
     try:
-        found = Path(
-            snapshot_download(source, revision=revision, allow_patterns=CHECKPOINT_FILES)
-        )
+        found = Path(snapshot_download(source, revision=revision, allow_patterns=CHECKPOINT_FILES))
     except GatedRepoError as error:
         raise ExportError(
             f"{source} is gated: accept its terms on the Hub and log in with `hf auth login`."
@@ -148,7 +148,9 @@ def load_causal_model(folder: Path, gguf_file: str | None = None) -> Any:
             **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ExportError(f"{gguf_file or folder} cannot be loaded by transformers: {error}") from error
+        raise ExportError(
+            f"{gguf_file or folder} cannot be loaded by transformers: {error}"
+        ) from error
     return model.eval()
 
 
@@ -289,7 +291,9 @@ def _write_tokenizer(folder: Path, directory: Path) -> None:
             str(folder), use_fast=True, trust_remote_code=False, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        raise ExportError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+        raise ExportError(
+            f"{folder} has no tokenizer that transformers can load: {error}"
+        ) from error
     if not original.is_fast:
         raise ExportError(
             f"{folder} has only a slow tokenizer ({type(original).__name__}) and no tokenizer.json."

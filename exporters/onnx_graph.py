@@ -19,7 +19,7 @@ OPSET = 18
 
 
 def hidden_state_configuration(decoder: Any, *, fused: bool) -> Any:
-    """optimum's text-generation configuration of this architecture, ours at both ends.
+    """Optimum's text-generation configuration of this architecture, ours at both ends.
 
     Inputs: inputs_embeds, past_key_values.*, and what the plain architecture wants beside them.
     Outputs: last_hidden_state, present.*.
@@ -53,7 +53,7 @@ def hidden_state_configuration(decoder: Any, *, fused: bool) -> Any:
                 outputs["last_hidden_state"] = {0: "batch_size"}
             return outputs
 
-        def generate_dummy_inputs(self, framework: str = "pt", **shapes: int) -> dict[str, Any]:
+        def generate_dummy_inputs(self, **_: Any) -> dict[str, Any]:
             seq, past = 6, 4
             generator = self.DUMMY_PKV_GENERATOR_CLASS(
                 task=self.task,

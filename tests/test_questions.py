@@ -986,7 +986,7 @@ def test_a_proxys_refusal_is_not_told_as_not_found(status, hub, tmp_path):
     assert "not in the cache, and the Hub is not reachable (offline, or a proxy?)" in message
     assert str(status) in message
     assert "--data FILE" in message
-    assert hub.n_requests == 1
+    assert hub.n_requests <= 2  # not tried again and again
 
 
 def test_an_unreachable_hub_is_one_line(hub, tmp_path):

@@ -1,0 +1,136 @@
+"""Small real things shared by the tests: a trained tokenizer, tiny random checkpoints, exports."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_eval.questions import load_questions
+from edge_eval.schema import Question, RunConfig
+
+REAL_ROWS = Path(__file__).parents[2] / "shared" / "data" / "arabicmmlu_egypt.csv"
+
+# Every family's smallest network that still has what makes it special: grouped heads, a window
+# shorter than the prompts, two rotary bases, biases.
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+SLIDING = {"sliding_window": 48, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": TINY,
+    "mistral": TINY | {"sliding_window": 48},
+    "qwen2": TINY | {"use_sliding_window": True} | SLIDING,
+    "qwen3": TINY,
+    "phi3": TINY | {"sliding_window": None},
+    "gemma2": TINY | SLIDING | {"query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
+    "gemma3_text": TINY | SLIDING | {"query_pre_attn_scalar": 16},
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 1024,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4, "initializer_range": 0.2},
+}
+
+
+@pytest.fixture(scope="session")
+def real_rows() -> Path:
+    """The benchmark's own rows, which may not be kept in the project."""
+    if not REAL_ROWS.is_file():
+        pytest.skip("the licensed rows (shared/data/arabicmmlu_egypt.csv) are not here")
+    return REAL_ROWS
+
+
+@pytest.fixture(scope="session")
+def sample_questions() -> tuple[Question, ...]:
+    return load_questions(RunConfig(data="sample")).test
+
+
+@pytest.fixture(scope="session")
+def write_tokenizer(sample_questions: tuple[Question, ...]) -> Callable[[Path], int]:
+    """Writes a byte-level BPE tokenizer trained on the sample; returns its vocabulary's size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [text for q in sample_questions for text in (q.text, *q.options)]
+    tokenizer.train_from_iterator([*texts, *(["أ", "ب", "ج", "د", "ه"] * 20)], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+
+    def write(directory: Path) -> int:
+        tokenizer.save(str(directory / "tokenizer.json"))
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+        }
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return int(tokenizer.get_vocab_size())
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[[Path], int]
+) -> Callable[..., Path]:
+    """Writes a tiny random checkpoint of an architecture, as the Hub would hold it."""
+
+    def make(model_type: str, **changes: Any) -> Path:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        folder = tmp_path_factory.mktemp(f"checkpoint-{model_type}")
+        vocab_size = write_tokenizer(folder)
+        settings = ARCHITECTURES[model_type] | {"vocab_size": vocab_size} | changes
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Norms and biases start at 0 or 1, where an export that drops them looks right.
+                if parameter.ndim == 1:
+                    parameter += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(folder, safe_serialization=True)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint("llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory of a tiny llama: everything real but the weights."""
+    from exporters.huggingface import export_checkpoint
+
+    output = tmp_path_factory.mktemp("models") / "tiny-llama"
+    export_checkpoint(str(tiny_checkpoint), output)
+    return output
