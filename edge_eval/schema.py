@@ -150,26 +150,38 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Every setting of a run; the only place for defaults."""
+    """Every setting of a run; the only place for defaults.
+
+    The first block decides the score and must agree between runs that are compared; the
+    second decides time and memory only.
+    """
 
     model: str = ""
     data: str = "sample"
+    protocol: str = "paper"  # a name in PROTOCOLS
     prompt: str = "en"
     letters: str = "latin"
-    scoring: str = "argmax"
+    scoring: str = "argmax"  # a name in SCORING_METHODS
+    shots: int = 0
+    allow_fewer_shots: bool = False
+    chat_template: str = "off"  # "off", "model" or the SHA-256 of a file
+    permute: bool = False  # every question asked with its options rotated
     tasks: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     levels: tuple[str, ...] = ()
     countries: tuple[str, ...] = ()
     limit: int | None = None
     seed: int = 0
+
+    scenario: str = "single-stream"  # or "offline"
+    reuse: str = "none"  # or "shared": prefixes computed once
     threads: int | None = None
     warmup: int = 3
 
     @property
     def template(self) -> str:
         """The prompt template's name in PROMPT_TEMPLATES."""
-        return f"{self.prompt}-{self.letters}"
+        return f"{self.prompt}-{self.letters}" if self.protocol == "paper" else self.protocol
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Letter logits -> a score per option, and the option chosen; add a rule to SCORING_METHODS below.
+"""Letter logits -> a score per option, and the option chosen; add a rule to SCORING_METHODS,
+a published bundle of prompt, rule and average to PROTOCOLS.
 
 Source of the default: mbzuai-nlp/ArabicMMLU, util_compute.py at 8d5b148: of the letters the
 question has, the one with the largest next-token logit.
@@ -48,4 +49,37 @@ SCORING_METHODS: dict[str, Callable[[Scores, Sequence[str]], Scores]] = {
     "argmax": _argmax,
     # Source: lighteval's LogProbCharNorm; wants log-probabilities, not bare logits.
     "per-character": _per_character,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """A published way to reach a score: its prompts, its scoring, its headline average."""
+
+    about: str
+    scoring: str
+    headline: str  # "micro" or "macro"
+    prompt: str | None = None  # None: the user's choice among the paper's
+    letters: str | None = None
+    normalized: bool = False  # log-probabilities over the whole vocabulary are needed
+
+
+# Their numbers must never be mixed: one model differs by up to 10 points between them.
+PROTOCOLS: dict[str, Protocol] = {
+    "paper": Protocol("the ArabicMMLU authors' prompts and rule", "argmax", "micro"),
+    "lm-eval": Protocol(
+        "lm-evaluation-harness's arabicmmlu: no last space, ' A' scored",
+        "argmax",
+        "micro",
+        prompt="en",
+        letters="latin",
+    ),
+    "oall": Protocol(
+        "Open Arabic LLM Leaderboard: no metadata line, no context",
+        "per-character",
+        "macro",
+        prompt="ar",
+        letters="arabic",
+        normalized=True,
+    ),
 }

@@ -135,6 +135,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def load_causal_model(folder: Path, gguf_file: str | None = None) -> Any:
     """The checkpoint in float32 and evaluation mode, with no code of its own."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
@@ -147,7 +148,7 @@ def load_causal_model(folder: Path, gguf_file: str | None = None) -> Any:
             attn_implementation="eager",
             **options,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ExportError(
             f"{gguf_file or folder} cannot be loaded by transformers: {error}"
         ) from error
