@@ -34,6 +34,22 @@ class Alphabet(StrEnum):
     arabic = "arabic"
 
 
+class ProtocolName(StrEnum):
+    paper = "paper"
+    lm_eval = "lm-eval"
+    oall = "oall"
+
+
+class Scenario(StrEnum):
+    single_stream = "single-stream"
+    offline = "offline"
+
+
+class Reuse(StrEnum):
+    none = "none"
+    shared = "shared"
+
+
 DataOption = Annotated[
     str,
     typer.Option(
@@ -41,8 +57,15 @@ DataOption = Annotated[
         metavar="FILE|hub|sample",
     ),
 ]
-PromptOption = Annotated[PromptLanguage, typer.Option(help="Language of the prompt.")]
-LettersOption = Annotated[Alphabet, typer.Option(help="Alphabet of the option letters.")]
+PromptOption = Annotated[
+    PromptLanguage | None, typer.Option(help="Language of the prompt; default: en.")
+]
+LettersOption = Annotated[
+    Alphabet | None, typer.Option(help="Alphabet of the option letters; default: latin.")
+]
+ProtocolOption = Annotated[
+    ProtocolName, typer.Option(help="Whose prompts, rule and average: never mix their numbers.")
+]
 LimitOption = Annotated[
     int | None,
     typer.Option(min=1, help="Only so many questions: a seeded sample, stratified by task."),
@@ -93,14 +116,36 @@ def demo(
 def run(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
     data: DataOption = "sample",
-    prompt: PromptOption = PromptLanguage.en,
-    letters: LettersOption = Alphabet.latin,
+    prompt: PromptOption = None,
+    letters: LettersOption = None,
+    protocol: ProtocolOption = ProtocolName.paper,
     limit: LimitOption = None,
     seed: Annotated[int, typer.Option(help="Seed of --limit's sample.")] = 0,
     task: TasksOption = None,
     group: GroupsOption = None,
     level: LevelsOption = None,
     country: CountriesOption = None,
+    shots: Annotated[
+        int, typer.Option(min=0, max=3, help="Few-shot rows of the question's task before it.")
+    ] = 0,
+    allow_fewer_shots: Annotated[
+        bool, typer.Option("--allow-fewer-shots", help="Where a task has fewer, take those.")
+    ] = False,
+    chat_template: Annotated[
+        str,
+        typer.Option(help="auto: the model's own; off; or a Jinja file.", metavar="auto|off|FILE"),
+    ] = "off",
+    system_prompt: Annotated[str, typer.Option(help="System text, with a chat template.")] = "",
+    permute: Annotated[
+        bool, typer.Option("--permute", help="Ask every question with its options rotated too.")
+    ] = False,
+    scenario: Annotated[
+        Scenario,
+        typer.Option(help="One query at a time (latency), or all cores busy (throughput)."),
+    ] = Scenario.single_stream,
+    reuse: Annotated[
+        Reuse, typer.Option(help="Compute prompts' shared beginnings once, or every prompt whole.")
+    ] = Reuse.none,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Compute threads; default: the usable cores.")
     ] = None,
@@ -118,10 +163,16 @@ def run(
     config = RunConfig(
         model=str(model),
         data=data,
-        prompt=prompt,
-        letters=letters,
+        **_protocol(protocol, prompt, letters),
+        shots=shots,
+        allow_fewer_shots=allow_fewer_shots,
+        chat_template=chat_template,
+        system_prompt=system_prompt,
+        permute=permute,
         limit=limit,
         seed=seed,
+        scenario=scenario.value,
+        reuse=reuse.value,
         threads=threads,
         **_filters(task, group, level, country),
     )
@@ -147,8 +198,9 @@ def show(
 @app.command()
 def prompts(
     data: DataOption = "sample",
-    prompt: PromptOption = PromptLanguage.en,
-    letters: LettersOption = Alphabet.latin,
+    prompt: PromptOption = None,
+    letters: LettersOption = None,
+    protocol: ProtocolOption = ProtocolName.paper,
     limit: LimitOption = None,
     seed: Annotated[int, typer.Option(help="Seed of --limit's sample.")] = 0,
     task: TasksOption = None,
@@ -167,8 +219,7 @@ def prompts(
 
     config = RunConfig(
         data=data,
-        prompt=prompt,
-        letters=letters,
+        **_protocol(protocol, prompt, letters),
         limit=limit,
         seed=seed,
         **_filters(task, group, level, country),
@@ -189,6 +240,22 @@ def version() -> None:
     from edge_eval import __version__
 
     results().print(__version__)
+
+
+def _protocol(
+    name: ProtocolName, prompt: PromptLanguage | None, letters: Alphabet | None
+) -> dict[str, Any]:
+    """The settings a protocol brings; what it leaves open is the user's or the default."""
+    from edge_eval.schema import RunConfig
+    from edge_eval.scoring import PROTOCOLS
+
+    protocol, defaults = PROTOCOLS[name.value], RunConfig()
+    return {
+        "protocol": name.value,
+        "prompt": prompt.value if prompt else protocol.prompt or defaults.prompt,
+        "letters": letters.value if letters else protocol.letters or defaults.letters,
+        "scoring": protocol.scoring,
+    }
 
 
 def _filters(
@@ -216,7 +283,7 @@ def _run_and_print(config: Any, path: Path, *, as_json: bool, hashes: bool = Tru
     from edge_eval.summary import print_summary, summarize
 
     with _progress() as on_progress:
-        record = evaluate(config, path, on_progress, hashes=hashes)
+        record = evaluate(config, path, on_progress, _note, hashes=hashes)
     notes().print(f"Run record: {path}", soft_wrap=True)
     if as_json:
         print_json(summarize(record))
@@ -229,6 +296,10 @@ def _run_and_print(config: Any, path: Path, *, as_json: bool, hashes: bool = Tru
             "no question could be scored: every forward pass gave logits that are not finite. The "
             "model or its precision is broken; try its fp32 export."
         )
+
+
+def _note(text: str) -> None:
+    notes().print(f"Note: {text}", soft_wrap=True, markup=False)
 
 
 def _note_refused(questions: Any) -> None:

@@ -6,19 +6,20 @@ loaded; the tokenizer is let go before that too, since both together would be th
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from edge_eval import metrics
+from edge_eval.chat import ChatTemplate, has_chat_template, load_chat_template
 from edge_eval.environment import describe_machine, peak_memory, usable_cores
-from edge_eval.errors import DataError, ModelError, ScoringError
-from edge_eval.letters import ARABIC, LATIN
+from edge_eval.errors import DataError, ModelError, OptionError, ScoringError
+from edge_eval.letters import ARABIC, LATIN, describe_letter
 from edge_eval.model import LetterReader, letter_reader, open_model
 from edge_eval.model_dir import read_manifest, size_on_disk, verify_hashes
-from edge_eval.prompts import PROMPT_TEMPLATES, PromptTemplate, render
+from edge_eval.prefixes import BUDGET_BYTES, PrefixStack, Step, plan, streams
+from edge_eval.prompts import PromptTemplate, render, rotate, shot_text, wording_of
 from edge_eval.questions import load_questions
 from edge_eval.run_record import open_record, read_record
 from edge_eval.schema import (
@@ -33,16 +34,19 @@ from edge_eval.schema import (
     RunRecord,
     Status,
 )
-from edge_eval.scoring import SCORING_METHODS, decide, option_logits
+from edge_eval.scoring import PROTOCOLS, SCORING_METHODS, decide, option_logits
+from edge_eval.streams import SharedIterator, merge
 from edge_eval.tokenization import (
     LetterTokens,
+    encode_chat,
     encode_prompts,
+    letter_inside,
     letter_tokens,
     load_tokenizer,
     vocabulary_size,
 )
 
-Progress = Callable[[int, int], None]  # questions done, questions in all
+Progress = Callable[[int, int], None]  # prompts done, prompts in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,11 @@ class Preparation:
 
     manifest: ExportManifest
     questions: QuestionSet
+    asked: tuple[Question, ...]  # one per prompt: a question stands once per rotation
     prompts: tuple[Prompt, ...]
     encoded: tuple[EncodedPrompt, ...]
     letters: LetterTokens  # the ten measured, in the order of letter_logits
+    notes: tuple[str, ...]
 
 
 def prepare(config: RunConfig, *, hashes: bool = True) -> Preparation:
@@ -66,17 +72,160 @@ def prepare(config: RunConfig, *, hashes: bool = True) -> Preparation:
     if hashes:
         verify_hashes(directory, manifest)
     questions = load_questions(config)
-    prompts = tuple(render(question, config.template) for question in questions.test)
     tokenizer = load_tokenizer(directory)
-    letters = ten_letters(tokenizer, PROMPT_TEMPLATES[config.template])
-    encoded = tuple(encode_prompts(tokenizer, prompts))
+    chat = load_chat_template(config.chat_template, directory)
+    asker = Asker(config, questions, tokenizer, chat, manifest.max_length)
+    asked = [
+        (question, rotation)
+        for question in questions.test
+        for rotation in range(len(question.options) if config.permute else 1)
+    ]
+    prompts, encoded = asker.ask_all(asked)
+    letters = ten_letters(tokenizer, asker.wording)
     check_vocabulary(directory, manifest, encoded, vocabulary_size(tokenizer))
     if all(len(item.input_ids) > manifest.max_length for item in encoded):
         raise DataError(
             f"every prompt is longer than the {manifest.max_length} tokens that {manifest.name} "
             "can take: nothing can be scored."
         )
-    return Preparation(manifest, questions, prompts, encoded, letters)
+    return Preparation(
+        manifest,
+        questions,
+        tuple(question for question, _ in asked),
+        tuple(prompts),
+        tuple(encoded),
+        letters,
+        tuple(_notes(config, directory, letters, prompts)),
+    )
+
+
+def _notes(
+    config: RunConfig, directory: Path, letters: LetterTokens, prompts: Sequence[Prompt]
+) -> list[str]:
+    """What a user should know about this run before it begins."""
+    notes = []
+    if config.chat_template == "off" and has_chat_template(directory):
+        notes.append(
+            "this model carries a chat template and the run does not use it (--chat-template auto "
+            "does); the paper scores without."
+        )
+    if config.shots and has_chat_template(directory):
+        notes.append("models tuned for chat tend to lose by shots, base models to gain (paper).")
+    several = [
+        describe_letter(letter)
+        for letter, ids in zip(letters.letters, letters.ids, strict=True)
+        if len(ids) > 1
+    ]
+    if several:
+        notes.append(f"scored in several steps, having no token of their own: {', '.join(several)}")
+    fewer = sum(prompt.n_shots < config.shots for prompt in prompts)
+    if fewer:
+        notes.append(f"{fewer:,} prompts have fewer than {config.shots} shots.")
+    return notes
+
+
+class Asker:
+    """Questions -> prompts and token ids, under one run's settings."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        questions: QuestionSet,
+        tokenizer: Any,
+        chat: ChatTemplate | None,
+        max_length: int,
+    ) -> None:
+        self._config = config
+        self._questions = questions
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._max_length = max_length
+        self._space_with_letter = False
+        if config.shots and chat is None:
+            self._space_with_letter = self._choose_letter_form()
+        self.wording = wording_of(config.template, space_with_letter=self._space_with_letter)
+        if chat is not None:
+            # Behind the assistant's header the answer begins: no separator of our own.
+            self.wording = replace(self.wording, letter_prefix="")
+
+    def ask_all(
+        self, asked: Sequence[tuple[Question, int]]
+    ) -> tuple[list[Prompt], list[EncodedPrompt]]:
+        """Every prompt with its ids; a prompt that is too long loses its shots one by one."""
+        prompts = [self._render(q, self._shots(q), rotation) for q, rotation in asked]
+        encoded = self._encode(prompts, asked)
+        for index, (question, rotation) in enumerate(asked):
+            while len(encoded[index].input_ids) > self._max_length and prompts[index].n_shots:
+                shots = self._shots(question)[: prompts[index].n_shots - 1]
+                prompts[index] = self._render(question, shots, rotation)
+                encoded[index] = self._encode([prompts[index]], [(question, rotation)])[0]
+        return prompts, encoded
+
+    def _shots(self, question: Question) -> tuple[Question, ...]:
+        """The question's task's first few-shot rows, itself never among them.
+
+        Errors: DataError when the task has fewer than asked and that was not allowed.
+        """
+        rows = [
+            shot
+            for shot in self._questions.shots.get(question.task, ())
+            if (shot.context, shot.text, shot.options)
+            != (question.context, question.text, question.options)
+        ]
+        if len(rows) < self._config.shots and not self._config.allow_fewer_shots:
+            raise DataError(
+                f"{question.task} has {len(rows)} few-shot rows for question {question.id} and "
+                f"{self._config.shots} were asked for. Ask for fewer with --shots, or let tasks have "
+                "what they have with --allow-fewer-shots."
+            )
+        return tuple(rows[: self._config.shots])
+
+    def _render(self, question: Question, shots: Sequence[Question], rotation: int) -> Prompt:
+        prompt = render(
+            question,
+            self._config.template,
+            () if self._chat else shots,
+            space_with_letter=self._space_with_letter,
+            rotation=rotation,
+        )
+        if self._chat is None:
+            return prompt
+        turns = [(self.wording.write(shot), self.wording.letters[shot.answer]) for shot in shots]
+        text = self._chat.render(turns, prompt.text, self._config.system_prompt)
+        return replace(prompt, text=text, n_shots=len(shots))
+
+    def _encode(
+        self, prompts: Sequence[Prompt], asked: Sequence[tuple[Question, int]]
+    ) -> list[EncodedPrompt]:
+        if self._chat is None:
+            return list(encode_prompts(self._tokenizer, prompts))
+        return [
+            EncodedPrompt(
+                prompt.question_id,
+                encode_chat(self._tokenizer, prompt.text, (q.context, q.text, *q.options)),
+            )
+            for prompt, (q, _) in zip(prompts, asked, strict=True)
+        ]
+
+    def _choose_letter_form(self) -> bool:
+        """Whether the cue's last space must go with the letter, so that shots show what is scored.
+
+        Errors: ScoringError when the shots' letters are other tokens either way.
+        """
+        shot = next((rows[0] for rows in self._questions.shots.values() if rows), None)
+        if shot is None:
+            return False
+        for space_with_letter in (False, True):
+            wording = wording_of(self._config.template, space_with_letter=space_with_letter)
+            scored = letter_tokens(self._tokenizer, wording.letters[:1], wording.letter_prefix)
+            text = shot_text(replace(shot, answer=0), wording) + "\n\n"
+            if letter_inside(self._tokenizer, text, wording.letters[0]) == scored.ids[0]:
+                return space_with_letter
+        raise ScoringError(
+            f"inside a shot this tokenizer reads {describe_letter(wording.letters[0])} as other "
+            "tokens than behind the last cue, so shots would teach letters that are not scored. "
+            "Run without --shots."
+        )
 
 
 def check_vocabulary(
@@ -115,6 +264,7 @@ def evaluate(
     config: RunConfig,
     record_path: Path,
     on_progress: Progress | None = None,
+    on_note: Callable[[str], None] | None = None,
     *,
     hashes: bool = True,
 ) -> RunRecord:
@@ -122,15 +272,17 @@ def evaluate(
 
     Errors: EdgeEvalError of any kind; what was answered before one is kept in the record.
     """
+    check_settings(config)
     prepared = prepare(config, hashes=hashes)
-    threads = config.threads or usable_cores()
-    environment = describe_machine() | {"threads": threads}
+    for note in prepared.notes if on_note else ():
+        on_note(note)  # type: ignore[misc]  # mypy does not narrow through the loop's source
+    n_streams, threads = _cores(config)
+    environment = describe_machine() | {"threads": threads, "streams": n_streams}
     model = open_model(Path(config.model), prepared.manifest, threads)
-    reader = letter_reader(model, prepared.letters.ids)
-    fits = [
-        item for item in prepared.encoded if len(item.input_ids) <= prepared.manifest.max_length
-    ]
-    first_s = _warm_up(reader, fits, config.warmup)
+    reader = letter_reader(
+        model, prepared.letters.ids, normalized=PROTOCOLS[config.protocol].normalized
+    )
+    first_s = _warm_up(reader, _fitting(prepared), config.warmup)
     scoring_facts = {
         "letters": prepared.letters.letters,
         "letter_ids": prepared.letters.ids,
@@ -146,14 +298,14 @@ def evaluate(
         environment,
         scoring_facts,
     ) as record:
-        rows = zip(prepared.questions.test, prepared.prompts, prepared.encoded, strict=True)
-        for done, (question, prompt, encoded) in enumerate(rows, start=1):
-            too_long = len(encoded.input_ids) > prepared.manifest.max_length
-            logits = None if too_long else reader.read(encoded.input_ids)
-            record.append(predict(question, prompt, encoded, logits, config, prepared.letters))
+        started = time.perf_counter()
+        answers = _answer(prepared, reader, config, n_streams)
+        for done, (index, logits) in enumerate(answers, start=1):
+            record.append(predict(prepared, index, logits, config))
             if on_progress:
                 on_progress(done, total)
         observed = {
+            "wall_s": time.perf_counter() - started,
             "load_s": model.load_s,
             "first_call_s": first_s,
             "disk_bytes": size_on_disk(prepared.manifest),
@@ -161,6 +313,66 @@ def evaluate(
         }
         record.finish(observed, total)
     return read_record(record_path)
+
+
+def check_settings(config: RunConfig) -> None:
+    """Raise OptionError for settings that contradict each other."""
+    protocol = PROTOCOLS.get(config.protocol)
+    if protocol is None:
+        raise OptionError(f"no protocol {config.protocol!r}: there are {', '.join(PROTOCOLS)}.")
+    for name in ("prompt", "letters"):
+        fixed, asked = getattr(protocol, name), getattr(config, name)
+        if fixed is not None and fixed != asked:
+            raise OptionError(
+                f"protocol {config.protocol} has {name} {fixed}, and {asked} was asked for: leave "
+                f"--{name} out, or take --protocol paper."
+            )
+    if config.system_prompt and config.chat_template == "off":
+        raise OptionError("a system prompt needs a chat template: add --chat-template auto.")
+
+
+def _cores(config: RunConfig) -> tuple[int, int]:
+    """Streams and threads a stream: one and all cores, or all cores and one (MLPerf's scenarios)."""
+    cores = config.threads or usable_cores()
+    return (cores, 1) if config.scenario == "offline" else (1, cores)
+
+
+def _fitting(prepared: Preparation) -> list[EncodedPrompt]:
+    limit = prepared.manifest.max_length
+    return [item for item in prepared.encoded if len(item.input_ids) <= limit]
+
+
+def _answer(
+    prepared: Preparation, reader: LetterReader, config: RunConfig, n_streams: int
+) -> Iterator[tuple[int, LetterLogits | None]]:
+    """Each prompt's index and logits as they come; None for a prompt that is too long."""
+    limit = prepared.manifest.max_length
+    fits = [i for i, item in enumerate(prepared.encoded) if len(item.input_ids) <= limit]
+    fitting = set(fits)
+    yield from ((i, None) for i in range(len(prepared.encoded)) if i not in fitting)
+
+    def read(index: int) -> tuple[int, LetterLogits]:
+        return index, reader.read(prepared.encoded[index].input_ids)
+
+    def read_sharing(steps: Sequence[Step]) -> Iterator[tuple[int, LetterLogits]]:
+        stack = PrefixStack(reader.model, BUDGET_BYTES // n_streams)
+        for step in steps:
+            start = time.perf_counter()
+            past, rest = stack.begin(prepared.encoded[fits[step.index]].input_ids, step)
+            logits = reader.read(rest, past)
+            # The beginning's time belongs to the question that needed it first.
+            yield fits[step.index], replace(logits, latency_s=time.perf_counter() - start)
+
+    if config.reuse == "shared":
+        steps = plan([prepared.encoded[i] for i in fits])
+        yield from merge(read_sharing(part) for part in streams(steps, n_streams))
+    elif n_streams == 1:
+        yield from map(read, fits)
+    else:
+        # Longest first: the last to finish is then a short one.
+        fits.sort(key=lambda i: -len(prepared.encoded[i].input_ids))
+        waiting = SharedIterator(fits)
+        yield from merge(map(read, waiting) for _ in range(n_streams))
 
 
 def _warm_up(reader: LetterReader, encoded: Sequence[EncodedPrompt], n: int) -> float | None:
@@ -175,20 +387,17 @@ def _warm_up(reader: LetterReader, encoded: Sequence[EncodedPrompt], n: int) -> 
 
 
 def predict(
-    question: Question,
-    prompt: Prompt,
-    encoded: EncodedPrompt,
-    logits: LetterLogits | None,
-    config: RunConfig,
-    letters: LetterTokens,
+    prepared: Preparation, index: int, logits: LetterLogits | None, config: RunConfig
 ) -> Prediction:
     """The option chosen from the logits, or why none was; ``logits`` None for a prompt too long."""
-    values: tuple[float | None, ...] = (None,) * len(letters.letters)
+    prompt, letters = prepared.prompts[index], prepared.letters.letters
+    question = rotate(prepared.asked[index], prompt.rotation)
+    values: tuple[float | None, ...] = (None,) * len(letters)
     decision, status = None, Status.TOO_LONG
     if logits is not None:
         values = tuple(float(v) if math.isfinite(v) else None for v in logits.values)
         scores = SCORING_METHODS[config.scoring](
-            option_logits(values, prompt.letters, letters.letters), prompt.letters
+            option_logits(values, prompt.letters, letters), prompt.letters
         )
         decision = decide(scores)
         status = Status.INVALID if decision.predicted is None else Status.SCORED
@@ -206,7 +415,10 @@ def predict(
         predicted=decision.predicted if decision else None,
         tied=decision.tied if decision else False,
         letter_logits=values,
-        n_tokens=int(np.size(encoded.input_ids)),
+        n_tokens=len(prepared.encoded[index].input_ids),
         latency_s=logits.latency_s if logits else None,
         status=status,
+        n_shots=prompt.n_shots,
+        rotation=prompt.rotation,
+        index=index,
     )

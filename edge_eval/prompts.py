@@ -6,7 +6,7 @@ template's name never changes meaning: new wording, new name.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edge_eval.letters import ARABIC, LATIN
 from edge_eval.schema import Prompt, Question
@@ -116,23 +116,53 @@ def _oall(question: Question) -> str:
     )
 
 
-def render(question: Question, template: str, shots: Sequence[Question] = ()) -> Prompt:
+def wording_of(template: str, *, space_with_letter: bool = False) -> PromptTemplate:
+    """A template, on demand with the cue's last space moved from the prompt to the letter.
+
+    Behind shots most tokenizers read "Answer: A" with the space inside the letter's token; the
+    letter scored must be the one the shots show, so there the space is part of the answer.
+    """
+    wording = PROMPT_TEMPLATES[template]
+    if not space_with_letter or wording.letter_prefix:
+        return wording
+    return replace(wording, write=lambda q: wording.write(q).removesuffix(" "), letter_prefix=" ")
+
+
+def rotate(question: Question, places: int) -> Question:
+    """The same question with its options moved up in a circle, and its answer with them."""
+    options = question.options[places:] + question.options[:places]
+    return replace(
+        question, options=options, answer=(question.answer - places) % len(question.options)
+    )
+
+
+def render(
+    question: Question,
+    template: str,
+    shots: Sequence[Question] = (),
+    *,
+    space_with_letter: bool = False,
+    rotation: int = 0,
+) -> Prompt:
     """The prompt for a question; each shot goes before it with its answer, a blank line between.
 
     shots: few-shot rows of the question's task, in file order. The joining is that of
     lm-evaluation-harness and lighteval, since the paper's repository has no few-shot code.
     """
-    wording = PROMPT_TEMPLATES[template]
-    shown = [
-        f"{wording.write(shot)}{wording.letter_prefix}{wording.letters[shot.answer]}\n\n"
-        for shot in shots
-    ]
+    wording = wording_of(template, space_with_letter=space_with_letter)
+    before = "".join(f"{shot_text(shot, wording)}\n\n" for shot in shots)
     return Prompt(
         question_id=question.id,
-        text="".join(shown) + wording.write(question),
+        text=before + wording.write(rotate(question, rotation)),
         letters=wording.letters[: len(question.options)],
         n_shots=len(shots),
+        rotation=rotation,
     )
+
+
+def shot_text(shot: Question, wording: PromptTemplate) -> str:
+    """A few-shot row with its answer."""
+    return f"{wording.write(shot)}{wording.letter_prefix}{wording.letters[shot.answer]}"
 
 
 PROMPT_TEMPLATES: dict[str, PromptTemplate] = {

@@ -161,7 +161,8 @@ def read_record(path: Path) -> RunRecord:
             scoring=header["scoring"],
             environment=header["environment"],
             observed=observed or {},
-            predictions=tuple(predictions),
+            # Streams answer in their own order; the data's order is the same in every scenario.
+            predictions=tuple(sorted(predictions, key=lambda p: p.index)),
             complete=observed is not None,
             created=header["created"],
             path=str(path),

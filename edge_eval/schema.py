@@ -94,6 +94,7 @@ class Prompt:
     text: str
     letters: tuple[str, ...]  # one per option of the question
     n_shots: int = 0
+    rotation: int = 0  # by how many places the options were moved up
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,9 @@ class Prediction:
     n_tokens: int
     latency_s: float | None
     status: Status
+    n_shots: int = 0
+    rotation: int = 0  # 0 unless the run asked every question with its options rotated
+    index: int = 0  # of the prompt, in the data's order
 
     @property
     def task(self) -> str:
@@ -164,7 +168,8 @@ class RunConfig:
     scoring: str = "argmax"  # a name in SCORING_METHODS
     shots: int = 0
     allow_fewer_shots: bool = False
-    chat_template: str = "off"  # "off", "model" or the SHA-256 of a file
+    chat_template: str = "off"  # "off", "auto" (the model's own) or a file's name
+    system_prompt: str = ""  # only with a chat template
     permute: bool = False  # every question asked with its options rotated
     tasks: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()

@@ -1,5 +1,4 @@
-"""Letter logits -> a score per option, and the option chosen; add a rule to SCORING_METHODS,
-a published bundle of prompt, rule and average to PROTOCOLS.
+"""Letter logits -> a score per option, and the option chosen; SCORING_METHODS and PROTOCOLS below.
 
 Source of the default: mbzuai-nlp/ArabicMMLU, util_compute.py at 8d5b148: of the letters the
 question has, the one with the largest next-token logit.

@@ -9,6 +9,7 @@ from rich.table import Table
 from edge_eval import metrics
 from edge_eval.metrics import Accuracy
 from edge_eval.schema import RunRecord
+from edge_eval.scoring import PROTOCOLS
 
 SAMPLE_NOTE = "a smoke sample of edge-eval's own, not the benchmark"
 
@@ -45,7 +46,8 @@ def summarize(record: RunRecord) -> dict[str, Any]:
         "groups": {k: _fields(v) for k, v in metrics.by(predictions, "group").items()},
         "tasks": {k: _fields(v) for k, v in metrics.by(predictions, "task").items()},
         "latency": {
-            "scenario": "single-stream",
+            "scenario": record.config.scenario,
+            "reuse": record.config.reuse,
             "n": timing.n,
             "latency_p50_ms": timing.p50_ms,
             "latency_p90_ms": timing.p90_ms,
@@ -56,6 +58,7 @@ def summarize(record: RunRecord) -> dict[str, Any]:
             "prompt_tokens_per_s": timing.tokens_per_s,
             "drift": timing.drift,
         },
+        "prompts_per_s": _rate(record),
         "load_s": record.observed.get("load_s"),
         "first_call_s": record.observed.get("first_call_s"),
         "peak_memory_bytes": record.observed.get("peak_memory_bytes"),
@@ -68,13 +71,22 @@ def summarize(record: RunRecord) -> dict[str, Any]:
     }
 
 
+def _rate(record: RunRecord) -> float | None:
+    wall_s = record.observed.get("wall_s")
+    return len(record.predictions) / wall_s if wall_s else None
+
+
 def describe_protocol(record: RunRecord) -> dict[str, Any]:
     """All that decides which score a run's accuracy is."""
     config = record.config
     return {
+        "protocol": config.protocol,
         "template": config.template,
         "scoring": config.scoring,
+        "shots": config.shots,
+        "chat_template": config.chat_template,
         "normalized": record.scoring.get("normalized"),
+        "headline": PROTOCOLS[config.protocol].headline,
     }
 
 
@@ -104,7 +116,12 @@ def print_summary(record: RunRecord, console: Console) -> None:
 
 
 def _protocol_words(protocol: Mapping[str, Any]) -> str:
-    return f"{protocol['template']}, {protocol['scoring']}"
+    shots = f"{protocol['shots']}-shot" if protocol["shots"] else "zero-shot"
+    chat = "" if protocol["chat_template"] == "off" else ", in a chat template"
+    return (
+        f"{protocol['protocol']} ({protocol['template']}), {shots}{chat}, scoring "
+        f"{protocol['scoring']}; its headline is the {protocol['headline']} average"
+    )
 
 
 def _accuracy_table(record: RunRecord) -> Table:
@@ -169,13 +186,16 @@ def _cost_table(figures: Mapping[str, Any]) -> Table:
     # A percentile that too few samples cannot carry is None and left out.
     known = [name for name in ("p50", "p90", "p99", "max") if timing[f"latency_{name}_ms"]]
     times = ", ".join(f"{name} {_ms(timing[f'latency_{name}_ms'])}" for name in known)
-    table.add_row("latency, single-stream", f"{times} (n = {timing['n']:,})")
+    shared = ", shared beginnings" if timing["reuse"] == "shared" else ""
+    table.add_row(f"latency, {timing['scenario']}{shared}", f"{times} (n = {timing['n']:,})")
     if timing["mean_tokens"] is not None:
         table.add_row(
             "prompts",
             f"{timing['mean_tokens']:.0f} tokens on average, "
             f"{timing['prompt_tokens_per_s']:,.0f} prompt tokens per second",
         )
+    if figures["prompts_per_s"]:
+        table.add_row("throughput", f"{figures['prompts_per_s']:.1f} prompts per second")
     table.add_row("model load", _seconds(figures["load_s"]))
     table.add_row("peak memory", _megabytes(figures["peak_memory_bytes"]))
     table.add_row("size on disk", _megabytes(figures["model"]["disk_bytes"]))

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from edge_eval.errors import ModelError, ScoringError
 from edge_eval.letters import describe_letter
-from edge_eval.schema import EncodedPrompt, Prompt
+from edge_eval.schema import EncodedPrompt, Int64Array, Prompt
 
 # Prompts handed to the tokenizer at once: enough for its threads, little in memory.
 BATCH = 256
@@ -105,6 +105,46 @@ def letter_tokens(tokenizer: Any, letters: Sequence[str], prefix: str = "") -> L
                 "be told apart. Use the other alphabet (--letters)."
             )
     return LetterTokens(tuple(letters), tuple(ids), tuple(pieces))
+
+
+def letter_inside(tokenizer: Any, text: str, letter: str) -> tuple[int, ...]:
+    """The ids of the tokens that hold the last ``letter`` of ``text``: what a shot shows."""
+    start = text.rindex(letter)
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    return tuple(
+        token_id
+        for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True)
+        if begin < start + len(letter) and end > start
+    )
+
+
+def encode_chat(tokenizer: Any, text: str, content: Sequence[str]) -> Int64Array:
+    """The ids (seq,) of a rendered chat, its control tokens read as such, none of its own added.
+
+    content: the parts that came from questions. Where one of them spells a control token, it is
+    encoded apart and stays text.
+    """
+    control = {
+        token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
+    }
+    ids: list[int] = []
+    rest = text
+    for part in content:
+        if any(token in part for token in control) and part in rest:
+            before, rest = rest.split(part, 1)
+            ids += _encode(tokenizer, before, control=True)
+            ids += _encode(tokenizer, part, control=False)
+    ids += _encode(tokenizer, rest, control=True)
+    return np.asarray(ids, dtype=np.int64)
+
+
+def _encode(tokenizer: Any, text: str, *, control: bool) -> list[int]:
+    tokenizer.encode_special_tokens = not control
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    finally:
+        tokenizer.encode_special_tokens = True
+    return ids
 
 
 def _is_blank(tokenizer: Any, spelling: tuple[int, str]) -> bool:

@@ -15,7 +15,7 @@ import mmap
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,25 +128,29 @@ def _sentencepiece(metadata: Mapping[str, object], tokens: list[str]) -> Tokeniz
             "missing), so unknown characters would vanish: convert the model again"
         )
     scores = _list(metadata, "tokenizer.ggml.scores", (float, int), len(tokens))
-    types = _types(metadata, tokens)
     merges: list[tuple[str, str]] = []
-    # Any two neighbours whose text is a piece merge, best score first. Equal scores go leftmost
-    # first in llama.cpp, which ranks cannot say: the longest piece first is the same for runs of
-    # one character, and other vocabularies give each piece its own score.
-    for index in sorted(range(len(tokens)), key=lambda i: (-scores[i], -len(tokens[i]))):
-        for left, right in _splits(tokens[index]):
-            known = left in vocabulary, right in vocabulary
-            if all(known):
+    last = ("", float("nan"))  # the piece merged before this one, and its score
+    # Any two neighbours whose text is a piece merge, best score first.
+    for piece, score, kind in sorted(
+        zip(tokens, scores, _types(metadata, tokens), strict=False),
+        key=lambda entry: (-entry[1], -len(entry[0])),
+    ):
+        if kind == USER_DEFINED and SPACE not in piece:
+            continue  # cut out of the text before any merge
+        n_before = len(merges)
+        for cut in range(len(piece) - 1, 0, -1):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocabulary and right in vocabulary:
                 merges.append((left, right))
-            elif types[index] != USER_DEFINED and (
-                (known[0] or len(left) == 1) and (known[1] or len(right) == 1)
-            ):
-                # llama.cpp merges characters that are no pieces themselves; tokenizer.json cannot.
-                raise ExportError(
-                    f"the GGUF vocabulary has piece {index} {tokens[index]!r} but not its "
-                    f"character {right if known[0] else left!r}: it cannot be written as "
-                    "tokenizer.json; export the original checkpoint instead"
-                )
+            elif all(part in vocabulary or len(part) == 1 for part in (left, right)):
+                raise _inexpressible(f"the piece {piece!r} but not all of its characters")
+        if len(merges) == n_before or kind in (UNKNOWN, CONTROL):
+            continue
+        # Of equal scores llama.cpp merges the leftmost first, which an order of merges cannot say.
+        # For runs of one character the longest first is the same.
+        if score == last[1] and len(set(piece)) + len(set(last[0])) > 2:
+            raise _inexpressible(f"the pieces {last[0]!r} and {piece!r} of equal score {score}")
+        last = (piece, score)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True))
     spaces = normalizers.Replace(" ", SPACE)
     decoding = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -160,9 +164,11 @@ def _sentencepiece(metadata: Mapping[str, object], tokens: list[str]) -> Tokeniz
     return tokenizer
 
 
-def _splits(piece: str) -> Iterator[tuple[str, str]]:
-    """Every cut of a piece in two; the longer left part first, so that a run grows rightwards."""
-    return ((piece[:cut], piece[cut:]) for cut in range(len(piece) - 1, 0, -1))
+def _inexpressible(what: str) -> ExportError:
+    return ExportError(
+        f"the GGUF vocabulary has {what}: llama.cpp's tokens for that cannot be written as "
+        "tokenizer.json; export the original checkpoint instead"
+    )
 
 
 def _byte_level(metadata: Mapping[str, object], tokens: list[str]) -> Tokenizer:
