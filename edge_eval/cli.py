@@ -181,6 +181,22 @@ def run(
 
 
 @app.command()
+def doctor(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    data: DataOption = "sample",
+    as_json: JsonOption = False,
+) -> None:
+    """What to know before a run: letters, tokens, limits, the letters' probability, the data."""
+    from edge_eval.doctor import examine, print_report
+
+    report = examine(model, data)
+    if as_json:
+        print_json(report)
+    else:
+        print_report(report, results())
+
+
+@app.command()
 def show(
     record: Annotated[Path, typer.Argument(help="A run record.")], as_json: JsonOption = False
 ) -> None:

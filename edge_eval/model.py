@@ -7,7 +7,7 @@ and multiplies them with the last hidden state. Change a session's options in op
 import math
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,16 @@ class Model:
 
     def all_logits(self, hidden: Float32Array) -> Float32Array:
         """The logits (vocab,) of every token: reads the whole head, so only when asked for."""
-        blocks = [
-            self.head[start : start + HEAD_BLOCK].astype(np.float32, copy=False) @ hidden
-            for start in range(0, len(self.head), HEAD_BLOCK)
-        ]
-        return self._after_head(np.concatenate(blocks), self.head_bias)
+        return np.concatenate(list(self.logits_in_blocks(hidden[None])), axis=1)[0]
+
+    def logits_in_blocks(self, hidden: Float32Array) -> Iterator[Float32Array]:
+        """The logits (prompts, block) of every token, a block of the vocabulary at a time."""
+        for start in range(0, len(self.head), HEAD_BLOCK):
+            rows = self.head[start : start + HEAD_BLOCK].astype(np.float32, copy=False)
+            bias = self.head_bias
+            yield self._after_head(
+                hidden @ rows.T, None if bias is None else bias[start : start + HEAD_BLOCK]
+            )
 
     def _after_head(self, logits: Float32Array, bias: npt.NDArray[Any] | None) -> Float32Array:
         if bias is not None:
@@ -86,7 +91,10 @@ class Model:
         if self.manifest.head_scale != 1.0:
             logits = logits * np.float32(self.manifest.head_scale)
         cap = self.manifest.head_softcap
-        return logits if cap is None else np.float32(cap) * np.tanh(logits / np.float32(cap))
+        if cap is None:
+            return logits
+        capped: Float32Array = np.float32(cap) * np.tanh(logits / np.float32(cap))
+        return capped
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ current prompt are kept. Sharing is decided on the ids of whole prompts, never o
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +14,9 @@ import numpy as np
 
 from edge_eval.schema import EncodedPrompt, Int64Array
 
-# A beginning shorter than this costs more in a pass of its own than it saves.
-MIN_TOKENS = 8
+# What a pass costs before its first token, in tokens: every weight is read from memory once more.
+# A beginning is worth keeping when it spares more than that to all who share it.
+PASS_COST_TOKENS = 32
 
 # Keys and values kept at once, all streams together.
 BUDGET_BYTES = 512 * 2**20
@@ -23,22 +24,43 @@ BUDGET_BYTES = 512 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How one prompt is computed, given the beginnings already on the stack."""
+    """How one prompt is computed, given the beginnings kept for the one before it."""
 
     index: int  # of the prompt
-    drop_to: int  # beginnings longer than this (tokens) are no longer shared: forget them
-    keep: int  # compute and keep the beginning of this many tokens first; 0 for none
+    path: tuple[int, ...]  # the kept beginnings it continues, by length in tokens, longest last
+    n_valid: int  # how many of them the prompt before left behind
 
 
 def plan(prompts: Sequence[EncodedPrompt]) -> list[Step]:
-    """The prompts' order and, for each, what it shares with the one before and the one after."""
+    """The prompts in lexicographic order, each with the beginnings worth keeping on its way."""
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].input_ids.tolist())
     shared = [common_length(prompts[a].input_ids, prompts[b].input_ids) for a, b in pairwise(order)]
-    before, after = [0, *shared], [*shared, 0]
-    return [
-        Step(index, b, a if a >= MIN_TOKENS else 0)
-        for index, b, a in zip(order, before, after, strict=True)
-    ]
+    paths: list[tuple[int, ...]] = [()] * len(order)
+    owners: list[tuple[int, ...]] = [()] * len(order)  # the first prompt of each kept beginning
+    waiting: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = [(0, len(order), (), ())]
+    while waiting:
+        low, high, path, owner = waiting.pop()
+        if high - low < 2:
+            paths[low:high], owners[low:high] = [path] * (high - low), [owner] * (high - low)
+            continue
+        depth = min(shared[low : high - 1])
+        spared = (depth - (path[-1] if path else 0)) * (high - low - 1)
+        if spared > PASS_COST_TOKENS:
+            path, owner = (*path, depth), (*owner, low)
+        start = low
+        for position in range(low, high):
+            if position == high - 1 or shared[position] == depth:
+                waiting.append((start, position + 1, path, owner))
+                start = position + 1
+    kept = [list(zip(path, owner, strict=True)) for path, owner in zip(paths, owners, strict=True)]
+    valid = [0, *(_n_common(a, b) for a, b in pairwise(kept))]
+    return [Step(i, path, n) for i, path, n in zip(order, paths, valid, strict=True)]
+
+
+def _n_common(a: Sequence[object], b: Sequence[object]) -> int:
+    return next(
+        (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def common_length(a: Int64Array, b: Int64Array) -> int:
@@ -58,13 +80,15 @@ class PrefixStack:
 
     def begin(self, input_ids: Int64Array, step: Step) -> tuple[Any, Int64Array]:
         """The keys and values to continue from (None for none) and the ids left to run."""
-        while self._kept and self._kept[-1][0] > step.drop_to:
+        still_shared = step.path[step.n_valid - 1] if step.n_valid else 0
+        while self._kept and self._kept[-1][0] > still_shared:
             self._kept.pop()
+        for wanted in step.path[step.n_valid :]:
+            length, past = self._kept[-1] if self._kept else (0, None)
+            if self._fits(past, length, wanted):
+                _, past = self._model.run(input_ids[length:wanted], past, keep=True)
+                self._kept.append((wanted, past))
         length, past = self._kept[-1] if self._kept else (0, None)
-        if step.keep - length >= MIN_TOKENS and self._fits(past, length, step.keep):
-            _, past = self._model.run(input_ids[length : step.keep], past, keep=True)
-            length = step.keep
-            self._kept.append((length, past))
         return past, input_ids[length:]
 
     def _fits(self, past: Any, length: int, wanted: int) -> bool:
@@ -77,8 +101,5 @@ def streams(steps: Sequence[Step], n: int) -> Iterator[list[Step]]:
     """The steps cut into ``n`` runs of neighbours; each begins with nothing kept."""
     bounds = [len(steps) * part // n for part in range(n + 1)]
     for start, end in pairwise(bounds):
-        part = list(steps[start:end])
-        if part:
-            part[0] = Step(part[0].index, 0, part[0].keep)
-            part[-1] = Step(part[-1].index, part[-1].drop_to, 0)
-            yield part
+        if start < end:
+            yield [replace(steps[start], n_valid=0), *steps[start + 1 : end]]
