@@ -74,6 +74,13 @@ TasksOption = Annotated[list[str] | None, typer.Option("--task", help="Only this
 GroupsOption = Annotated[list[str] | None, typer.Option("--group", help="Only this group.")]
 LevelsOption = Annotated[list[str] | None, typer.Option("--level", help="Only this level.")]
 CountriesOption = Annotated[list[str] | None, typer.Option("--country", help="Only this country.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of --limit's sample.")]
+ShotsOption = Annotated[
+    int, typer.Option(min=0, max=3, help="Few-shot rows of the question's task before it.")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=1, help="Compute threads; default: the usable cores.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
@@ -120,14 +127,12 @@ def run(
     letters: LettersOption = None,
     protocol: ProtocolOption = ProtocolName.paper,
     limit: LimitOption = None,
-    seed: Annotated[int, typer.Option(help="Seed of --limit's sample.")] = 0,
+    seed: SeedOption = 0,
     task: TasksOption = None,
     group: GroupsOption = None,
     level: LevelsOption = None,
     country: CountriesOption = None,
-    shots: Annotated[
-        int, typer.Option(min=0, max=3, help="Few-shot rows of the question's task before it.")
-    ] = 0,
+    shots: ShotsOption = 0,
     allow_fewer_shots: Annotated[
         bool, typer.Option("--allow-fewer-shots", help="Where a task has fewer, take those.")
     ] = False,
@@ -146,9 +151,7 @@ def run(
     reuse: Annotated[
         Reuse, typer.Option(help="Compute prompts' shared beginnings once, or every prompt whole.")
     ] = Reuse.none,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Compute threads; default: the usable cores.")
-    ] = None,
+    threads: ThreadsOption = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The run record; default: in runs/.")
     ] = None,
@@ -212,13 +215,81 @@ def show(
 
 
 @app.command()
+def matrix(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    data: DataOption = "sample",
+    limit: LimitOption = None,
+    seed: SeedOption = 0,
+    task: TasksOption = None,
+    group: GroupsOption = None,
+    level: LevelsOption = None,
+    country: CountriesOption = None,
+    shots: ShotsOption = 0,
+    threads: ThreadsOption = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder for the four records.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The paper's four ways to ask, prompt language by alphabet: which suits this model."""
+    from edge_eval.evaluate import evaluate_together
+    from edge_eval.matrix import print_matrix, tabulate
+    from edge_eval.schema import RunConfig
+
+    configs = [
+        RunConfig(
+            model=str(model),
+            data=data,
+            prompt=prompt,
+            letters=letters,
+            shots=shots,
+            limit=limit,
+            seed=seed,
+            threads=threads,
+            reuse="shared",
+            **_filters(task, group, level, country),
+        )
+        for prompt in PromptLanguage
+        for letters in Alphabet
+    ]
+    folder = output or Path("runs")
+    paths = [_run_path(folder, model, config.template) for config in configs]
+    with _progress() as on_progress:
+        records = evaluate_together(configs, paths, on_progress, _note)
+    for path in paths:
+        notes().print(f"Run record: {path}", soft_wrap=True)
+    if as_json:
+        print_json(tabulate(records))
+    else:
+        print_matrix(records, results())
+
+
+@app.command()
+def rescore(
+    record: Annotated[Path, typer.Argument(help="A run record.")],
+    scoring: Annotated[str, typer.Option(help="argmax, per-character, bias-corrected or cyclic.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Decide a run again by another rule, from its saved logits, without the model."""
+    from edge_eval.rescore import rescore as decide_again
+    from edge_eval.run_record import read_record
+    from edge_eval.summary import print_summary, summarize
+
+    again = decide_again(read_record(record), scoring)
+    if as_json:
+        print_json(summarize(again))
+    else:
+        print_summary(again, results())
+
+
+@app.command()
 def prompts(
     data: DataOption = "sample",
     prompt: PromptOption = None,
     letters: LettersOption = None,
     protocol: ProtocolOption = ProtocolName.paper,
     limit: LimitOption = None,
-    seed: Annotated[int, typer.Option(help="Seed of --limit's sample.")] = 0,
+    seed: SeedOption = 0,
     task: TasksOption = None,
     group: GroupsOption = None,
     level: LevelsOption = None,

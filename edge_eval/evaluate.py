@@ -4,6 +4,7 @@ Everything that can fail without the model (questions, lengths, letters) fails b
 loaded; the tokenizer is let go before that too, since both together would be the run's peak.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -272,47 +273,83 @@ def evaluate(
 
     Errors: EdgeEvalError of any kind; what was answered before one is kept in the record.
     """
-    check_settings(config)
-    prepared = prepare(config, hashes=hashes)
-    for note in prepared.notes if on_note else ():
-        on_note(note)  # type: ignore[misc]  # mypy does not narrow through the loop's source
-    n_streams, threads = _cores(config)
+    return evaluate_together([config], [record_path], on_progress, on_note, hashes=hashes)[0]
+
+
+def evaluate_together(
+    configs: Sequence[RunConfig],
+    record_paths: Sequence[Path],
+    on_progress: Progress | None = None,
+    on_note: Callable[[str], None] | None = None,
+    *,
+    hashes: bool = True,
+) -> list[RunRecord]:
+    """Several runs of one model at once, a record each; they may share prompts' beginnings.
+
+    The configs differ in how questions are put, not in model, scenario, reuse or threads.
+    Errors: as evaluate().
+    """
+    first = configs[0]
+    for config in configs:
+        check_settings(config)
+    cells = [prepare(config, hashes=hashes and config is first) for config in configs]
+    if on_note:
+        for note in dict.fromkeys(note for cell in cells for note in cell.notes):
+            on_note(note)
+    n_streams, threads = _cores(first)
     environment = describe_machine() | {"threads": threads, "streams": n_streams}
-    model = open_model(Path(config.model), prepared.manifest, threads)
-    reader = letter_reader(
-        model, prepared.letters.ids, normalized=PROTOCOLS[config.protocol].normalized
-    )
-    first_s = _warm_up(reader, _fitting(prepared), config.warmup)
-    scoring_facts = {
-        "letters": prepared.letters.letters,
-        "letter_ids": prepared.letters.ids,
-        "letter_pieces": prepared.letters.pieces,
-        "normalized": reader.normalized,
-    }
-    total = len(prepared.encoded)
-    with open_record(
-        record_path,
-        config,
-        prepared.manifest,
-        prepared.questions.fingerprint,
-        environment,
-        scoring_facts,
-    ) as record:
+    model = open_model(Path(first.model), cells[0].manifest, threads)
+    readers = [
+        letter_reader(model, cell.letters.ids, normalized=PROTOCOLS[config.protocol].normalized)
+        for cell, config in zip(cells, configs, strict=True)
+    ]
+    # A list of pairs: which run, which of its prompts.
+    jobs = [(c, i) for c, cell in enumerate(cells) for i in range(len(cell.encoded))]
+    first_s = _warm_up(readers[0], _fitting(cells[0]), first.warmup)
+    with contextlib.ExitStack() as stack:
+        records = [
+            stack.enter_context(
+                open_record(
+                    path,
+                    config,
+                    cell.manifest,
+                    cell.questions.fingerprint,
+                    environment,
+                    _scoring_facts(cell, reader),
+                )
+            )
+            for path, config, cell, reader in zip(
+                record_paths, configs, cells, readers, strict=True
+            )
+        ]
         started = time.perf_counter()
-        answers = _answer(prepared, reader, config, n_streams)
-        for done, (index, logits) in enumerate(answers, start=1):
-            record.append(predict(prepared, index, logits, config))
+        answers = _answer(cells, readers, jobs, first, n_streams)
+        for done, (job, logits) in enumerate(answers, start=1):
+            c, i = jobs[job]
+            records[c].append(predict(cells[c], i, logits, configs[c]))
             if on_progress:
-                on_progress(done, total)
+                on_progress(done, len(jobs))
         observed = {
+            # Of all the runs together: none of them ran alone.
             "wall_s": time.perf_counter() - started,
+            "n_prompts_together": len(jobs),
             "load_s": model.load_s,
             "first_call_s": first_s,
-            "disk_bytes": size_on_disk(prepared.manifest),
+            "disk_bytes": size_on_disk(cells[0].manifest),
             **peak_memory(),
         }
-        record.finish(observed, total)
-    return read_record(record_path)
+        for record, cell in zip(records, cells, strict=True):
+            record.finish(observed, len(cell.encoded))
+    return [read_record(path) for path in record_paths]
+
+
+def _scoring_facts(cell: Preparation, reader: LetterReader) -> dict[str, Any]:
+    return {
+        "letters": cell.letters.letters,
+        "letter_ids": cell.letters.ids,
+        "letter_pieces": cell.letters.pieces,
+        "normalized": reader.normalized,
+    }
 
 
 def check_settings(config: RunConfig) -> None:
@@ -343,35 +380,39 @@ def _fitting(prepared: Preparation) -> list[EncodedPrompt]:
 
 
 def _answer(
-    prepared: Preparation, reader: LetterReader, config: RunConfig, n_streams: int
+    cells: Sequence[Preparation],
+    readers: Sequence[LetterReader],
+    jobs: Sequence[tuple[int, int]],
+    config: RunConfig,
+    n_streams: int,
 ) -> Iterator[tuple[int, LetterLogits | None]]:
-    """Each prompt's index and logits as they come; None for a prompt that is too long."""
-    limit = prepared.manifest.max_length
-    fits = [i for i, item in enumerate(prepared.encoded) if len(item.input_ids) <= limit]
-    fitting = set(fits)
-    yield from ((i, None) for i in range(len(prepared.encoded)) if i not in fitting)
+    """Each job's index and logits as they come; None for a prompt that is too long."""
+    encoded = [cells[c].encoded[i] for c, i in jobs]
+    limit = cells[0].manifest.max_length
+    fits = [job for job, item in enumerate(encoded) if len(item.input_ids) <= limit]
+    yield from ((job, None) for job in sorted(set(range(len(jobs))) - set(fits)))
 
-    def read(index: int) -> tuple[int, LetterLogits]:
-        return index, reader.read(prepared.encoded[index].input_ids)
+    def read(job: int) -> tuple[int, LetterLogits]:
+        return job, readers[jobs[job][0]].read(encoded[job].input_ids)
 
     def read_sharing(steps: Sequence[Step]) -> Iterator[tuple[int, LetterLogits]]:
-        stack = PrefixStack(reader.model, BUDGET_BYTES // n_streams)
+        stack = PrefixStack(readers[0].model, BUDGET_BYTES // n_streams)
         for step in steps:
+            job = fits[step.index]
             start = time.perf_counter()
-            past, rest = stack.begin(prepared.encoded[fits[step.index]].input_ids, step)
-            logits = reader.read(rest, past)
+            past, rest = stack.begin(encoded[job].input_ids, step)
+            logits = readers[jobs[job][0]].read(rest, past)
             # The beginning's time belongs to the question that needed it first.
-            yield fits[step.index], replace(logits, latency_s=time.perf_counter() - start)
+            yield job, replace(logits, latency_s=time.perf_counter() - start)
 
     if config.reuse == "shared":
-        steps = plan([prepared.encoded[i] for i in fits])
+        steps = plan([encoded[job] for job in fits])
         yield from merge(read_sharing(part) for part in streams(steps, n_streams))
     elif n_streams == 1:
         yield from map(read, fits)
     else:
         # Longest first: the last to finish is then a short one.
-        fits.sort(key=lambda i: -len(prepared.encoded[i].input_ids))
-        waiting = SharedIterator(fits)
+        waiting = SharedIterator(sorted(fits, key=lambda job: -len(encoded[job].input_ids)))
         yield from merge(map(read, waiting) for _ in range(n_streams))
 
 

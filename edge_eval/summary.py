@@ -8,6 +8,7 @@ from rich.table import Table
 
 from edge_eval import metrics
 from edge_eval.metrics import Accuracy
+from edge_eval.rescore import rescore, unrotated
 from edge_eval.schema import RunRecord
 from edge_eval.scoring import PROTOCOLS
 
@@ -16,7 +17,7 @@ SAMPLE_NOTE = "a smoke sample of edge-eval's own, not the benchmark"
 
 def summarize(record: RunRecord) -> dict[str, Any]:
     """Every figure of a run, computed from its predictions; shares are 0-1, times in ms."""
-    predictions = record.predictions
+    predictions = unrotated(record.predictions)
     micro = metrics.micro_accuracy(predictions)
     macro = metrics.macro_accuracy(predictions)
     timing = metrics.latency(predictions)
@@ -73,7 +74,8 @@ def summarize(record: RunRecord) -> dict[str, Any]:
 
 def _rate(record: RunRecord) -> float | None:
     wall_s = record.observed.get("wall_s")
-    return len(record.predictions) / wall_s if wall_s else None
+    n_prompts = record.observed.get("n_prompts_together")
+    return n_prompts / wall_s if wall_s and n_prompts else None
 
 
 def describe_protocol(record: RunRecord) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def print_summary(record: RunRecord, console: Console) -> None:
     sample = f" ({SAMPLE_NOTE})" if record.data.kind == "sample" else ""
     console.print(
         f"[bold]{record.manifest.name}[/bold], {record.manifest.precision}, on "
-        f"{len(record.predictions):,} questions of {record.data.source}{sample}",
+        f"{len(unrotated(record.predictions)):,} questions of {record.data.source}{sample}",
         soft_wrap=True,
     )
     console.print(f"Protocol: {_protocol_words(figures['protocol'])}", soft_wrap=True)
@@ -108,6 +110,15 @@ def print_summary(record: RunRecord, console: Console) -> None:
         console.print(
             f"[bold]Interrupted:[/bold] {len(record.predictions):,} of "
             f"{record.data.n_selected:,} questions were answered; these figures are of a part.",
+            soft_wrap=True,
+        )
+    if record.config.permute:
+        cyclic = metrics.micro_accuracy(rescore(record, "cyclic").predictions)
+        console.print(
+            "Every question was asked with its options rotated too. Averaged over the places of an "
+            f"option (cyclic scoring) the accuracy is {_percent(cyclic.value)} %, "
+            f"{_interval(cyclic.ci_low, cyclic.ci_high)} (n = {cyclic.n_scored:,}); the table is of "
+            "the options in their own order.",
             soft_wrap=True,
         )
     console.print(_accuracy_table(record))
@@ -128,10 +139,10 @@ def _accuracy_table(record: RunRecord) -> Table:
     table = Table("accuracy", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("n", "%", "95 % interval", "chance %"):
         table.add_column(heading, justify="right")
-    for name, accuracy in metrics.by(record.predictions, "group").items():
+    for name, accuracy in metrics.by(unrotated(record.predictions), "group").items():
         table.add_row(name, *_cells(accuracy))
-    micro = metrics.micro_accuracy(record.predictions)
-    macro = metrics.macro_accuracy(record.predictions)
+    micro = metrics.micro_accuracy(unrotated(record.predictions))
+    macro = metrics.macro_accuracy(unrotated(record.predictions))
     table.add_section()
     error = f" ± {micro.standard_error:.1%}".replace("%", "") if micro.standard_error else ""
     cells = _cells(micro)
