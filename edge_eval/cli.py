@@ -201,17 +201,24 @@ def doctor(
 
 @app.command()
 def show(
-    record: Annotated[Path, typer.Argument(help="A run record.")], as_json: JsonOption = False
+    record: Annotated[Path, typer.Argument(help="A run record.")],
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Beside the paper's Table 4, where they are alike.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print a run from its record."""
+    from edge_eval.paper import print_paper
     from edge_eval.run_record import read_record
     from edge_eval.summary import print_summary, summarize
 
     found = read_record(record)
     if as_json:
         print_json(summarize(found))
-    else:
-        print_summary(found, results())
+        return
+    print_summary(found, results())
+    if paper:
+        print_paper(found, results())
 
 
 @app.command()
@@ -280,6 +287,76 @@ def rescore(
         print_json(summarize(again))
     else:
         print_summary(again, results())
+
+
+@app.command()
+def compare(
+    baseline: Annotated[Path, typer.Argument(help="A run record.")],
+    candidates: Annotated[list[Path], typer.Argument(help="Run records to set against it.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Compare what is common to runs that are not alike.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
+    resamples: Annotated[
+        int, typer.Option(min=1000, max=1_000_000, help="Resamples of the bootstrap.")
+    ] = 10_000,
+    as_json: JsonOption = False,
+) -> None:
+    """Whether one run is better than another, by how much, and what it costs."""
+    from edge_eval.compare import compare as compare_runs
+    from edge_eval.run_record import read_record
+    from edge_eval.verdict import comparison_json, print_comparison
+
+    first, *others = (read_record(path) for path in (baseline, *candidates))
+    ranking = compare_runs(first, others, force=force, seed=seed, n_resamples=resamples)
+    if as_json:
+        print_json(comparison_json(ranking))
+    else:
+        print_comparison(ranking, results())
+
+
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="A run record, or with --from another tool's file.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="What to write; for lm-eval a folder.")
+    ],
+    to: Annotated[
+        str | None, typer.Option(help="lm-eval, model-index, csv or official.", metavar="FORMAT")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="lm-eval or official.", metavar="FORMAT")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="The run's questions, where they are not found as the run found them.",
+            metavar="FILE|hub|sample",
+        ),
+    ] = None,
+) -> None:
+    """A run record in another tool's format, or another tool's log as a run record."""
+    from edge_eval.convert import READERS, WRITERS
+    from edge_eval.convert.foreign import save_record
+    from edge_eval.errors import OptionError
+    from edge_eval.run_record import read_record
+
+    if (to is None) == (source is None):
+        raise OptionError("say either --to FORMAT or --from FORMAT.")
+    if to is not None:
+        if to not in WRITERS:
+            raise OptionError(f"no format {to!r} to write: there are {', '.join(WRITERS)}.")
+        WRITERS[to](read_record(file), output, data)
+    elif source not in READERS:
+        raise OptionError(f"no format {source!r} to read: there are {', '.join(READERS)}.")
+    else:
+        record = READERS[source](file, data)
+        save_record(record, output)
+        if record.data.n_refused:
+            count = f"{record.data.n_refused:,} of {record.data.n_rows:,}"
+            lines = [f"Refused {count} rows:", *record.observed["refused"][:10]]
+            notes().print("\n".join(lines), soft_wrap=True, markup=False)
+    notes().print(f"Written: {output}", soft_wrap=True)
 
 
 @app.command()

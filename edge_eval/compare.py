@@ -1,4 +1,4 @@
-"""Run records of the same questions -> Comparisons, or why not; CONDITIONS is what must agree.
+"""Run records of the same questions -> Comparisons, or why not; what must agree: likeness.py.
 
 The runs answered the same questions, so everything is paired by question: McNemar's exact test
 says whether a difference is real, the bootstrap over questions how large it may be. Where several
@@ -6,43 +6,31 @@ tests stand side by side (groups, tasks, more than two runs) p is corrected by H
 """
 
 import dataclasses
-import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.table import Table
 
 from edge_eval.errors import RecordError
-from edge_eval.metrics import CONFIDENCE, SLICES, Float64Array, by, letter_probabilities
-from edge_eval.metrics import micro_accuracy
+from edge_eval.likeness import Unlike, find_unlike, name_runs, other_machine
+from edge_eval.metrics import (
+    CONFIDENCE,
+    SLICES,
+    Float64Array,
+    by,
+    letter_probabilities,
+    micro_accuracy,
+)
 from edge_eval.schema import Prediction, RunRecord, Status
 
 N_RESAMPLES = 10_000
 ALPHA = 1 - CONFIDENCE  # a difference is called real when its corrected p is below
-N_IDS_SHOWN = 8
 
 Row: TypeAlias = tuple[Prediction, ...]  # one question's prediction in each run
 Right: TypeAlias = npt.NDArray[np.bool_]  # (questions,)
-
-
-@dataclass(frozen=True, slots=True)
-class Unlike:
-    """A setting in which two runs differ, so that their accuracies are not alike."""
-
-    field: str
-    baseline: Any
-    candidate: Any
-
-    def __str__(self) -> str:
-        values = [self.baseline, self.candidate]
-        if self.field == "data":  # a hash's beginning is enough to see that it is another
-            values = [value[:12] for value in values]
-        return f"{self.field} {values[0]} / {values[1]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +71,8 @@ class Comparison:
     n_common: int
     n_unscored: int  # of the common questions, those that a run could not score: left out
     micro: PairedDifference
-    macro_difference: float  # mean over tasks
+    # Mean over tasks; resampled within them, so too narrow where tasks have a few questions each.
+    macro_difference: float
     macro_ci_low: float | None
     macro_ci_high: float | None
     groups: Mapping[str, PairedDifference]
@@ -108,7 +97,7 @@ class Place:
     accuracy: float
     ci_low: float | None  # 95 %, Wilson: of this run alone, not for telling two apart
     ci_high: float | None
-    alike: str  # runs that share a letter cannot be told apart
+    alike: tuple[int, ...]  # runs that share a number cannot be told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +179,7 @@ def compare(
             n_unscored=len(rows) - len(scored),
             micro=tested[0, k],
             latency=_latency_ratio(baseline, records[k], rows, k, boot),
-            memory=_observed_ratio(baseline, records[k], "peak_memory_bytes"),
+            memory=_memory_ratio(baseline, records[k]),
             size=_observed_ratio(baseline, records[k], "disk_bytes"),
             **_answers([(row[0], row[k]) for row in scored], boot),
         )
@@ -215,24 +204,6 @@ def _join(records: Sequence[RunRecord]) -> list[Row]:
     return rows
 
 
-def find_unlike(baseline: RunRecord, candidate: RunRecord) -> tuple[Unlike, ...]:
-    """Every setting that makes the two runs' accuracies unlike; empty when they are alike."""
-    found = [
-        Unlike(name, read(baseline), read(candidate))
-        for name, read in CONDITIONS.items()
-        if read(baseline) != read(candidate)
-    ]
-    if not (baseline.complete and candidate.complete):
-        found.append(Unlike("complete", baseline.complete, candidate.complete))
-    ids = [{p.question_id for p in r.predictions} for r in (baseline, candidate)]
-    if ids[0] != ids[1]:
-        found.append(Unlike("questions", len(ids[0]), len(ids[1])))
-        subset = ("tasks", "groups", "levels", "countries", "limit", "seed")
-        values = [(n, getattr(baseline.config, n), getattr(candidate.config, n)) for n in subset]
-        found += [Unlike(name, a, b) for name, a, b in values if a != b]
-    return tuple(found)
-
-
 def _refusal(baseline: RunRecord, candidate: RunRecord, unlike: Sequence[Unlike]) -> str:
     n_common = len(_join((baseline, candidate)))
     return (
@@ -241,17 +212,6 @@ def _refusal(baseline: RunRecord, candidate: RunRecord, unlike: Sequence[Unlike]
         f"candidate); {n_common:,} questions are in both. Run one again as the other was run, or "
         "compare the common questions with --force."
     )
-
-
-def name_runs(records: Sequence[RunRecord]) -> tuple[str, ...]:
-    """The shortest names that tell the runs apart: precision, model, both, or the file."""
-    names = [r.manifest.name for r in records]
-    precisions = [r.manifest.precision for r in records]
-    both = [f"{name} {precision}" for name, precision in zip(names, precisions, strict=True)]
-    for choice in (*([precisions] if len(set(names)) == 1 else []), names, both):
-        if len(set(choice)) == len(records):
-            return tuple(choice)
-    return tuple(r.path or f"run {number}" for number, r in enumerate(records, start=1))
 
 
 def _test(pairs: Sequence[Row], boot: Bootstrap) -> tuple[PairedDifference, Float64Array]:
@@ -332,19 +292,22 @@ def _kl(p: Float64Array, q: Float64Array) -> float:
 def _latency_ratio(
     baseline: RunRecord, candidate: RunRecord, rows: Sequence[Row], k: int, boot: Bootstrap
 ) -> Ratio:
-    for name, read in MACHINE.items():
-        a, b = read(baseline), read(candidate)
-        if a != b:
-            return Ratio(None, reason=f"other {name}: {a} / {b}")
-        if a is None:
-            return Ratio(None, reason=f"unknown {name}")
+    if reason := other_machine(baseline, candidate):
+        return Ratio(None, reason=reason)
     times = [(row[0].latency_s, row[k].latency_s) for row in rows]
     logs = np.array([np.log(b / a) for a, b in times if a and b], dtype=np.float64)
     if not len(logs):
         return Ratio(None, reason="no question was timed in both runs")
-    low, high = boot.mean(logs)
-    ends = (None, None) if low is None or high is None else (float(np.exp(low)), float(np.exp(high)))
-    return Ratio(float(np.exp(logs.mean())), *ends)
+    low, high = (None if log is None else float(np.exp(log)) for log in boot.mean(logs))
+    return Ratio(float(np.exp(logs.mean())), low, high)
+
+
+def _memory_ratio(baseline: RunRecord, candidate: RunRecord) -> Ratio:
+    # Every stream has its own working memory, and so has every thread.
+    reason = other_machine(baseline, candidate, ("threads", "streams", "scenario", "reuse"))
+    if reason:
+        return Ratio(None, reason=reason)
+    return _observed_ratio(baseline, candidate, "peak_memory_bytes")
 
 
 def _observed_ratio(baseline: RunRecord, candidate: RunRecord, name: str) -> Ratio:
@@ -358,9 +321,24 @@ def _rank(
     scored: Sequence[Row],
     tested: Mapping[tuple[int, int], PairedDifference],
 ) -> tuple[Place, ...]:
+    """The runs by accuracy, with the groups of which no two are told apart."""
     results = [micro_accuracy([row[k] for row in scored]) for k in range(len(records))]
     order = sorted(range(len(records)), key=lambda k: -results[k].n_correct)
-    alike = [
-        {j for j in order if i == j or tested[min(i, j), max(i, j)].p_holm >= ALPHA} for i in order
-    ]
-    ...
+    # Every two told apart are parted wherever they stand together. Source: Piepho 2004, "An
+    # algorithm for a letter-based representation of all-pairwise comparisons".
+    alike = [frozenset(order)]
+    for pair in (frozenset(pair) for pair, test in tested.items() if test.p_holm < ALPHA):
+        parts = [a - {k} if pair <= a else a for a in alike for k in pair]
+        alike = [a for a in dict.fromkeys(parts) if not any(a < other for other in parts)]
+    alike.sort(key=lambda a: sorted(order.index(k) for k in a))
+    return tuple(
+        Place(
+            run=names[k],
+            path=records[k].path,
+            accuracy=results[k].n_correct / len(scored),
+            ci_low=results[k].ci_low,
+            ci_high=results[k].ci_high,
+            alike=tuple(number for number, a in enumerate(alike, start=1) if k in a),
+        )
+        for k in order
+    )

@@ -21,7 +21,7 @@ from edge_eval.model import LetterReader, letter_reader, open_model
 from edge_eval.model_dir import read_manifest, size_on_disk, verify_hashes
 from edge_eval.prefixes import BUDGET_BYTES, PrefixStack, Step, plan, streams
 from edge_eval.prompts import PromptTemplate, render, rotate, shot_text, wording_of
-from edge_eval.questions import load_questions
+from edge_eval.questions import fingerprint_questions, load_questions
 from edge_eval.run_record import open_record, read_record
 from edge_eval.schema import (
     EncodedPrompt,
@@ -315,7 +315,7 @@ def evaluate_together(
                     cell.manifest,
                     cell.questions.fingerprint,
                     environment,
-                    _scoring_facts(cell, reader),
+                    _scoring_facts(cell, reader, config),
                 )
             )
             for path, config, cell, reader in zip(
@@ -343,8 +343,10 @@ def evaluate_together(
     return [read_record(path) for path in record_paths]
 
 
-def _scoring_facts(cell: Preparation, reader: LetterReader) -> dict[str, Any]:
+def _scoring_facts(cell: Preparation, reader: LetterReader, config: RunConfig) -> dict[str, Any]:
+    shots = [shot for rows in cell.questions.shots.values() for shot in rows[: config.shots]]
     return {
+        "shots_sha256": fingerprint_questions(shots) if config.shots else None,
         "letters": cell.letters.letters,
         "letter_ids": cell.letters.ids,
         "letter_pieces": cell.letters.pieces,

@@ -60,11 +60,13 @@ class Model:
             feeds[name] = past[index] if past else _no_past(kv_heads, head_dim)
         outputs = ["last_hidden_state", *(self.present_names if keep else ())]
         hidden, *present = self.session.run(outputs, feeds)
-        return hidden[0, -1], tuple(present)
+        last: Float32Array = hidden[0, -1]
+        return last, tuple(present)
 
     def logits(self, hidden: Float32Array, rows: "HeadRows") -> Float32Array:
         """The logits (n,) of the rows' tokens behind a last hidden state (hidden,)."""
-        return self._after_head(rows.weight @ hidden, rows.bias)
+        products: Float32Array = rows.weight @ hidden
+        return self._after_head(products, rows.bias)
 
     def head_rows(self, token_ids: Sequence[int]) -> "HeadRows":
         """The head's rows for some tokens, copied into memory once."""

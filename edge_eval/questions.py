@@ -111,7 +111,7 @@ def load_questions(config: RunConfig) -> QuestionSet:
     n_rows = 0
     for line, row in rows:
         n_rows += 1
-        question = row if isinstance(row, str) else _parse_question(row, n_rows)
+        question = row if isinstance(row, str) else parse_question(row, n_rows)
         # Runs are paired by id: one that names two questions would pair the wrong ones.
         if isinstance(question, Question) and question.id in line_of:
             question = f"id {_short(question.id)} already used on line {line_of[question.id]}"
@@ -142,13 +142,13 @@ def load_questions(config: RunConfig) -> QuestionSet:
 
 
 def fingerprint_questions(questions: Iterable[Question]) -> str:
-    """Hash the questions in their order: SHA-256 over one ASCII JSON array and newline each."""
-    digest = hashlib.sha256()
+    """Hash a set of questions, in whatever order: SHA-256 over sorted ASCII JSON arrays, a line each."""
+    lines = []
     for question in questions:
         labels = [question.group, question.subject, question.level, question.country]
         texts = [question.context, question.text, question.options, question.answer, question.split]
-        digest.update(json.dumps([question.id, *labels, *texts]).encode() + b"\n")
-    return digest.hexdigest()
+        lines.append(json.dumps([question.id, *labels, *texts]).encode() + b"\n")
+    return hashlib.sha256(b"".join(sorted(lines))).hexdigest()
 
 
 def _open_source(data: str) -> tuple[str, str, str | None, Rows]:
@@ -181,7 +181,7 @@ def _open_source(data: str) -> tuple[str, str, str | None, Rows]:
 # ---- one row
 
 
-def _parse_question(row: Row, number: int) -> Question | str:
+def parse_question(row: Row, number: int) -> Question | str:
     """Return the row's question, or why it is none; ``number`` is the id of a row without one."""
     cells = {name: row.get(name, "") for name in COLUMNS}
     for name, cell in cells.items():

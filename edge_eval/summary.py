@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from edge_eval import metrics
@@ -101,8 +102,8 @@ def print_summary(record: RunRecord, console: Console) -> None:
     figures = summarize(record)
     sample = f" ({SAMPLE_NOTE})" if record.data.kind == "sample" else ""
     console.print(
-        f"[bold]{record.manifest.name}[/bold], {record.manifest.precision}, on "
-        f"{len(unrotated(record.predictions)):,} questions of {record.data.source}{sample}",
+        f"[bold]{escape(record.manifest.name)}[/bold], {record.manifest.precision}, on "
+        f"{len(unrotated(record.predictions)):,} questions of {escape(record.data.source)}{sample}",
         soft_wrap=True,
     )
     console.print(f"Protocol: {_protocol_words(figures['protocol'])}", soft_wrap=True)
@@ -198,7 +199,8 @@ def _cost_table(figures: Mapping[str, Any]) -> Table:
     known = [name for name in ("p50", "p90", "p99", "max") if timing[f"latency_{name}_ms"]]
     times = ", ".join(f"{name} {_ms(timing[f'latency_{name}_ms'])}" for name in known)
     shared = ", shared beginnings" if timing["reuse"] == "shared" else ""
-    table.add_row(f"latency, {timing['scenario']}{shared}", f"{times} (n = {timing['n']:,})")
+    measured = f"{times} (n = {timing['n']:,})" if timing["n"] else "not measured"
+    table.add_row(f"latency, {timing['scenario']}{shared}", measured)
     if timing["mean_tokens"] is not None:
         table.add_row(
             "prompts",
@@ -213,7 +215,8 @@ def _cost_table(figures: Mapping[str, Any]) -> Table:
     isa = " ".join(machine["instruction_sets"] or ["instruction sets unknown"])
     table.add_row(
         "machine",
-        f"{machine['cpu_model'] or machine['architecture']}, {machine['threads']} threads",
+        f"{machine['cpu_model'] or machine['architecture'] or 'unknown'}, "
+        f"{machine['threads'] or 'unknown'} threads",
     )
     table.add_row("", isa)
     return table

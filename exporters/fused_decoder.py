@@ -65,7 +65,9 @@ class _GroupQueryAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         _: Any,
-        qkv: Tensor,
+        query: Tensor,
+        key: Tensor | None,  # noqa: ARG004 - an input of the node; None: packed into the query
+        value: Tensor | None,  # noqa: ARG004
         past_key: Tensor,
         past_value: Tensor,
         seqlens_k: Tensor,  # noqa: ARG004 - an input of the node
@@ -78,16 +80,18 @@ class _GroupQueryAttention(torch.autograd.Function):
         window: int,  # noqa: ARG004
         softcap: float,  # noqa: ARG004
     ) -> tuple[Tensor, Tensor, Tensor]:
-        batch, seq, _width = qkv.shape
+        batch, seq, _width = query.shape
         past, head_dim = past_key.shape[2:]
         shape = (batch, kv_heads, past + seq, head_dim)
-        out = qkv.new_zeros(batch, seq, num_heads * head_dim)
+        out = query.new_zeros(batch, seq, num_heads * head_dim)
         return out, past_key.new_zeros(shape), past_value.new_zeros(shape)
 
     @staticmethod
     def symbolic(
         g: Any,
-        qkv: Any,
+        query: Any,
+        key: Any,
+        value: Any,
         past_key: Any,
         past_value: Any,
         seqlens_k: Any,
@@ -100,11 +104,9 @@ class _GroupQueryAttention(torch.autograd.Function):
         window: int,
         softcap: float,
     ) -> Any:
-        absent = g.op("prim::Constant")
-        absent.setType(torch._C.OptionalType.ofTensor())
         outputs = g.op(
             "com.microsoft::GroupQueryAttention",
-            qkv, absent, absent, past_key, past_value, seqlens_k, total_length, cos, sin,
+            query, key, value, past_key, past_value, seqlens_k, total_length, cos, sin,
             num_heads_i=num_heads,
             kv_num_heads_i=kv_heads,
             scale_f=scale,
@@ -114,7 +116,9 @@ class _GroupQueryAttention(torch.autograd.Function):
             outputs=3,
         )  # fmt: skip
         # Their true shapes: inference would give the first output the width of its input.
-        for output, like, rank in zip(outputs, (qkv, past_key, past_value), (3, 4, 4), strict=True):
+        for output, like, rank in zip(
+            outputs, (query, past_key, past_value), (3, 4, 4), strict=True
+        ):
             output.setType(like.type().with_sizes([None] * rank))
         return outputs
 
@@ -154,6 +158,35 @@ class _SkipNorm(torch.autograd.Function):
         for output in outputs:
             output.setType(x.type())
         return outputs[0], outputs[3]
+
+
+class _Heads(torch.autograd.Function):
+    """(batch, seq, heads * head_dim) to (batch, seq, heads, head_dim), by a constant shape."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor, heads: int, head_dim: int) -> Tensor:
+        return x.unflatten(-1, (heads, head_dim))
+
+    @staticmethod
+    def symbolic(g: Any, x: Any, heads: int, head_dim: int) -> Any:
+        shape = g.op("Constant", value_t=torch.tensor([0, -1, heads, head_dim]))
+        output = g.op("Reshape", x, shape)
+        output.setType(x.type().with_sizes([None] * 4))
+        return output
+
+
+class _Flat(torch.autograd.Function):
+    """The way back from _Heads."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.flatten(-2)
+
+    @staticmethod
+    def symbolic(g: Any, x: Any) -> Any:
+        output = g.op("Reshape", x, g.op("Constant", value_t=torch.tensor([0, 0, -1])))
+        output.setType(x.type().with_sizes([None] * 3))
+        return output
 
 
 class _Activation(torch.autograd.Function):
@@ -215,8 +248,13 @@ class _Layer(nn.Module):
     def __init__(self, layer: Any, config: Any, family: Family) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
+        head_norms = hasattr(attention, "q_norm")
         if hasattr(attention, "qkv_proj"):
             self.qkv = _Product(attention.qkv_proj)
+        elif head_norms:
+            # Norms stand between these products and attention: packed, they would be split again.
+            self.q, self.k = _Product(attention.q_proj), _Product(attention.k_proj)
+            self.v = _Product(attention.v_proj)
         else:
             self.qkv = _Product(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o = _Product(attention.o_proj)
@@ -236,7 +274,6 @@ class _Layer(nn.Module):
         self.local_rotary = bool(getattr(attention, "is_sliding", False))
 
         offset = family.norm_offset
-        head_norms = hasattr(attention, "q_norm")
         self.q_norm = _RmsNorm(attention.q_norm, offset) if head_norms else None
         self.k_norm = _RmsNorm(attention.k_norm, offset) if head_norms else None
         self.before_attention = _RmsNorm(layer.input_layernorm, offset)
@@ -249,16 +286,15 @@ class _Layer(nn.Module):
             self.after_attention = self.after_mlp = nn.Identity()
 
     def attend(self, x: Tensor, past: tuple[Tensor, Tensor], positions: Any) -> Any:
-        qkv = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
-            q_width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
-            q, k, v = qkv.split([q_width, kv_width, kv_width], dim=-1)
-            q = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim))).flatten(-2)
-            k = self.k_norm(k.unflatten(-1, (self.kv_heads, self.head_dim))).flatten(-2)
-            qkv = torch.cat([q, k, v], dim=-1)
+            q = self.q_norm(_Heads.apply(self.q(x), self.num_heads, self.head_dim))
+            k = self.k_norm(_Heads.apply(self.k(x), self.kv_heads, self.head_dim))
+            qkv = (_Flat.apply(q), _Flat.apply(k), self.v(x))
+        else:
+            qkv = (self.qkv(x), None, None)
         cos, sin = positions.rotary[self.local_rotary]
         return _GroupQueryAttention.apply(
-            qkv, *past, positions.last, positions.total, cos, sin,
+            *qkv, *past, positions.last, positions.total, cos, sin,
             self.num_heads, self.kv_heads, self.scale, self.window, self.softcap,
         )  # fmt: skip
 

@@ -5,7 +5,8 @@ piece with the highest score is merged first) and "gpt2" (byte-level BPE: the li
 the words that the expressions of ``tokenizer.ggml.pre`` cut). Anything else is refused by name.
 
 What llama.cpp calls ``parse_special=False`` is ``tokenizer.encode_special_tokens = True`` here.
-Where both cannot be made equal, llama.cpp is right and this file says so in a comment.
+Where the two cannot be made equal the vocabulary is refused, but for two cases: a text in which two
+added tokens overlap, and the letters and digits that came with Unicode 16, unknown to llama.cpp.
 
 Source: ggml-org/llama.cpp at 0c1e57098, src/llama-vocab.cpp and src/unicode.cpp: facts, not code.
 """
@@ -51,8 +52,8 @@ CONTROL_LOOKING = re.compile(
 def read_metadata(path: Path) -> dict[str, object]:
     """The keys and values at the head of a GGUF file.
 
-    Read here and not by the gguf package, whose reader needs 10 s for 262,144 tokens. A token whose
-    bytes are not UTF-8 gets a name of its own: llama.cpp keeps it too and cannot reach it by text.
+    Read here and not by the gguf package, whose reader takes 25 s for 262,144 tokens. A token whose
+    bytes are not UTF-8 gets a name of its own: llama.cpp keeps it too, but no text reaches it.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -72,11 +73,10 @@ def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
 
     Raises ExportError for a vocabulary that is unknown, incomplete, or beyond tokenizer.json.
     """
+    model = _model(metadata)
     tokens = _tokens(metadata)
-    if _model(metadata) == "llama":
-        tokenizer = _sentencepiece(metadata, tokens)
-    else:
-        tokenizer = _byte_level(metadata, tokens)
+    build = _sentencepiece if model == "llama" else _byte_level
+    tokenizer = build(metadata, tokens)
     _add_tokens(tokenizer, metadata, tokens)
     _add_ends(tokenizer, metadata, tokens)
     return tokenizer
@@ -128,29 +128,7 @@ def _sentencepiece(metadata: Mapping[str, object], tokens: list[str]) -> Tokeniz
             "missing), so unknown characters would vanish: convert the model again"
         )
     scores = _list(metadata, "tokenizer.ggml.scores", (float, int), len(tokens))
-    merges: list[tuple[str, str]] = []
-    last = ("", float("nan"))  # the piece merged before this one, and its score
-    # Any two neighbours whose text is a piece merge, best score first.
-    for piece, score, kind in sorted(
-        zip(tokens, scores, _types(metadata, tokens), strict=False),
-        key=lambda entry: (-entry[1], -len(entry[0])),
-    ):
-        if kind == USER_DEFINED and SPACE not in piece:
-            continue  # cut out of the text before any merge
-        n_before = len(merges)
-        for cut in range(len(piece) - 1, 0, -1):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocabulary and right in vocabulary:
-                merges.append((left, right))
-            elif all(part in vocabulary or len(part) == 1 for part in (left, right)):
-                raise _inexpressible(f"the piece {piece!r} but not all of its characters")
-        if len(merges) == n_before or kind in (UNKNOWN, CONTROL):
-            continue
-        # Of equal scores llama.cpp merges the leftmost first, which an order of merges cannot say.
-        # For runs of one character the longest first is the same.
-        if score == last[1] and len(set(piece)) + len(set(last[0])) > 2:
-            raise _inexpressible(f"the pieces {last[0]!r} and {piece!r} of equal score {score}")
-        last = (piece, score)
+    merges = _merges(tokens, scores, _types(metadata, tokens))
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True))
     spaces = normalizers.Replace(" ", SPACE)
     decoding = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -162,6 +140,44 @@ def _sentencepiece(metadata: Mapping[str, object], tokens: list[str]) -> Tokeniz
         tokenizer.normalizer = spaces
     tokenizer.decoder = decoders.Sequence(decoding)
     return tokenizer
+
+
+def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
+    """Every pair of pieces that makes a piece, the pair that llama.cpp merges first coming first.
+
+    It merges any two neighbours whose text is a piece: the best score first, of equal scores the
+    leftmost. An order of pairs cannot say "leftmost", but for runs of one character the longest
+    piece first, and its longest left part first, comes to the same.
+    """
+    vocabulary = set(tokens)
+    characters = {token for token in tokens if len(token) == 1}
+    merges: list[tuple[str, str]] = []
+    last = ("", float("nan"))  # the piece merged before this one, and its score
+    for piece, score, kind in sorted(
+        zip(tokens, scores, types, strict=True),
+        key=lambda entry: (-entry[1], -len(entry[0])),
+    ):
+        # No space is left when merging begins, and most user-defined tokens are cut out by then.
+        if " " in piece or (kind == USER_DEFINED and SPACE not in piece):
+            continue
+        found = [
+            (left, right)
+            for cut in range(len(piece) - 1, 0, -1)
+            if (left := piece[:cut]) in vocabulary and (right := piece[cut:]) in vocabulary
+        ]
+        merges += found
+        # llama.cpp merges a character that is no piece itself; here it becomes bytes at once.
+        if not characters.issuperset(piece) and any(
+            all(part in vocabulary or len(part) == 1 for part in cut)
+            for cut in ((piece[:1], piece[1:]), (piece[:-1], piece[-1:]))
+        ):
+            raise _inexpressible(f"the piece {piece!r} but not all of its characters")
+        if not found or kind in (UNKNOWN, CONTROL):
+            continue
+        if score == last[1] and len(set(piece)) + len(set(last[0])) > 2:
+            raise _inexpressible(f"the pieces {last[0]!r} and {piece!r} of equal score {score}")
+        last = (piece, score)
+    return merges
 
 
 def _inexpressible(what: str) -> ExportError:
@@ -188,8 +204,9 @@ def _byte_level(metadata: Mapping[str, object], tokens: list[str]) -> Tokenizer:
     ]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     # A byte without a piece gives no token, but in llama.cpp it still keeps its neighbours apart.
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    steps.extend(pre_tokenizers.Split(c, "isolated") for c in alphabet if c not in vocabulary)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if missing := "|".join(re.escape(c) for c in sorted(alphabet) if c not in vocabulary):
+        steps.append(pre_tokenizers.Split(Regex(missing), "isolated"))
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=list(merges), ignore_merges=pre.ignore_merges)
     )
@@ -203,7 +220,7 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, object], tokens: li
     # Phi-3's tokens swallow the space after them, which no GGUF key says.
     name = _value(metadata, "general.name", str, "").lower()
     greedy = "phi-3" in name or "phi3" in name
-    # Where two added tokens overlap in a text, the leftmost wins here, the longest in llama.cpp.
+    # Where two overlap in a text, the leftmost wins here, the longest in llama.cpp.
     added = []
     for text, kind in zip(tokens, _types(metadata, tokens), strict=True):
         special = kind in (UNKNOWN, CONTROL) or bool(CONTROL_LOOKING.fullmatch(text))
@@ -302,8 +319,11 @@ def _types(metadata: Mapping[str, object], tokens: list[str]) -> list[int]:
 def _value(metadata: Mapping[str, object], key: str, kind: type[T], default: T | None = None) -> T:
     value = metadata.get(key, default)
     if not isinstance(value, kind):
-        found = f"is {value!r}, not of type {kind.__name__}" if key in metadata else "is missing"
-        raise ExportError(f"the GGUF metadata's {key} {found}: convert the model again")
+        found = f"is a {type(value).__name__}, not a {kind.__name__}"
+        raise ExportError(
+            f"the GGUF metadata's {key} {found if key in metadata else 'is missing'}: "
+            "convert the model again"
+        )
     return value
 
 
@@ -311,31 +331,19 @@ def _list(
     metadata: Mapping[str, object],
     key: str,
     kind: type[T] | tuple[type[T], ...],
-    n_wanted: int = 0,
+    n_wanted: int | None = None,
 ) -> list[T]:
     values = _value(metadata, key, list)
-    if not all(isinstance(value, kind) for value in values) or len(values) < n_wanted:
+    if not all(isinstance(value, kind) for value in values) or len(values) < (n_wanted or 0):
         raise ExportError(
-            f"the GGUF metadata's {key} ({len(values)} entries, {n_wanted} wanted) is too short "
-            "or holds values of another type: convert the model again"
+            f"the GGUF metadata's {key} has values of another type, or fewer than there are "
+            "tokens: convert the model again"
         )
-    return values
+    return values[:n_wanted]
 
 
 # A GGUF value's type -> the struct module's letter.
-NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 
 

@@ -1,6 +1,5 @@
 """A model directory gives the same logits by every road that leads to them."""
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -116,11 +115,12 @@ def test_one_model_runs_in_several_threads_at_once(
 def test_the_head_is_read_in_blocks_without_a_gap(
     n: int, model: Model, input_ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    biased = replace(model, head_bias=np.arange(600, dtype=np.float32))
     hidden, _ = model.run(input_ids)
-    expected = model.all_logits(hidden)
+    expected = biased.all_logits(hidden)
     assert expected.shape == (600,)
     monkeypatch.setattr("edge_eval.model.HEAD_BLOCK", n)
-    np.testing.assert_allclose(model.all_logits(hidden), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(biased.all_logits(hidden), expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- what the manifest says of the head
@@ -172,12 +172,8 @@ def test_a_float16_head_gives_float32_logits_close_to_the_float32_heads(
         values, letter_reader(model, SINGLE).read(input_ids).values, atol=0.05
     )
     np.testing.assert_allclose(
-        values, halved.all_logits(halved.run(input_ids)[0])[chosen()], rtol=1e-5
+        values, halved.all_logits(halved.run(input_ids)[0])[[ids[0] for ids in SINGLE]], rtol=1e-5
     )
-
-
-def chosen() -> list[int]:
-    return [ids[0] for ids in SINGLE]
 
 
 # ---- what does not fit together
@@ -201,13 +197,42 @@ def rename_output(graph: Any) -> None:
     graph.graph.output[0].name = "logits"
 
 
-def point_outside(graph: Any) -> None:
-    weight = max(graph.graph.initializer, key=lambda tensor: len(tensor.raw_data))
-    size = len(weight.raw_data)
-    weight.ClearField("raw_data")
-    weight.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in {"location": "../outside.bin", "offset": "0", "length": str(size)}.items():
-        weight.external_data.add(key=key, value=value)
+def weights_in(location: str) -> Callable[[Path], None]:
+    """Moves the graph's largest weight to a file beside the copy and points to ``location``."""
+
+    def damage(directory: Path) -> None:
+        def move(graph: Any) -> None:
+            weight = max(graph.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+            (directory.parent / "outside.bin").write_bytes(weight.raw_data)
+            entry = {"location": location, "offset": "0", "length": str(len(weight.raw_data))}
+            weight.ClearField("raw_data")
+            weight.data_location = onnx.TensorProto.EXTERNAL
+            for key, value in entry.items():
+                weight.external_data.add(key=key, value=value)
+
+        write_graph(directory, move)
+
+    return damage
+
+
+def link_weights(directory: Path) -> None:
+    weights_in("model.onnx_data")(directory)
+    (directory / "model.onnx_data").symlink_to("../outside.bin")
+
+
+def cut_weights(directory: Path) -> None:
+    weights_in("model.onnx_data")(directory)
+    (directory / "model.onnx_data").write_bytes(b"short")
+
+
+def test_weights_beside_the_graph_are_read(
+    tiny_model: Path, tmp_path: Path, model: Model, input_ids: Any
+) -> None:
+    directory = copy_model(tiny_model, tmp_path)
+    weights_in("model.onnx_data")(directory)
+    (tmp_path / "outside.bin").rename(directory / "model.onnx_data")
+    moved = open_directory(seal(directory))
+    assert moved.run(input_ids)[0].tolist() == model.run(input_ids)[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +241,10 @@ def point_outside(graph: Any) -> None:
         (lambda d: (d / "model.onnx").write_bytes((d / "model.onnx").read_bytes()[:1000]), "load"),
         (lambda d: (d / "model.onnx").write_bytes(b""), "load"),
         (lambda d: write_graph(d, rename_output), "inputs_embeds to last_hidden_state"),
-        (lambda d: write_graph(d, point_outside), "load"),
+        (weights_in("../outside.bin"), "load"),
+        (weights_in("missing.bin"), "load"),
+        (link_weights, "outside its folder"),
+        (cut_weights, "load"),
         (lambda d: (d / "lm_head.npy").write_bytes(b"no table"), "lm_head.npy"),
         (lambda d: (d / "lm_head.npy").write_bytes(b""), "lm_head.npy"),
         (lambda d: (d / "lm_head.npy").write_bytes((d / "lm_head.npy").read_bytes()[:9000]), "lm_head.npy"),
@@ -224,12 +252,16 @@ def point_outside(graph: Any) -> None:
         (lambda d: np.save(d / "lm_head.npy", np.zeros((600, 32), np.float32)), "lm_head.npy"),
         (lambda d: np.save(d / "lm_head.npy", np.zeros(600, np.float32)), "lm_head.npy"),
         (lambda d: np.save(d / "embedding.npy", np.zeros((600, 32), np.float32)), "embedding.npy"),
+        (lambda d: np.save(d / "embedding.npy", np.zeros((300, 64), np.float32)), "embedding.npy"),
     ],
     ids=[
         "cut graph",
         "empty graph",
         "another graph's ends",
         "weights outside the folder",
+        "missing weights",
+        "weights linked outside",
+        "cut weights",
         "no table",
         "empty table",
         "cut table",
@@ -237,13 +269,13 @@ def point_outside(graph: Any) -> None:
         "narrow head",
         "flat head",
         "narrow embedding",
+        "short embedding",
     ],
 )  # fmt: skip
 def test_what_cannot_be_opened_is_named_in_one_line(
     damage: Callable[[Path], None], message: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     directory = copy_model(tiny_model, tmp_path)
-    (tmp_path / "outside.bin").write_bytes(bytes(100_000))
     damage(directory)
     with pytest.raises(ModelError) as caught:
         open_directory(seal(directory))
@@ -271,6 +303,14 @@ def test_a_bias_of_another_length_is_refused(tiny_model: Path, tmp_path: Path) -
     np.save(directory / "lm_head_bias.npy", np.zeros(100, np.float32))
     with pytest.raises(ModelError, match=r"lm_head_bias\.npy"):
         open_directory(seal(directory, head_bias=True))
+
+
+def test_a_graph_of_another_width_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    directory = copy_model(tiny_model, tmp_path)
+    for name in ("lm_head.npy", "embedding.npy"):
+        np.save(directory / name, np.zeros((600, 32), np.float32))
+    with pytest.raises(ModelError, match="hidden size"):
+        open_directory(seal(directory, hidden_size=32))
 
 
 def test_opening_measures_its_own_time(tiny_model: Path) -> None:

@@ -204,18 +204,14 @@ def test_a_question_announces_as_many_letters_as_it_has_options(
 
 
 @EVERY_TEMPLATE
-@given(text=AWKWARD, option=AWKWARD)
-def test_text_goes_in_to_the_character(template: str, text: str, option: str) -> None:
-    plain = question(text="TEXT", options=("first", "OPTION"))
-    prompt = render(replace(plain, text=text, options=("first", option)), template)
-    before, middle, after = _around(render(plain, template).text)
-    assert prompt.text == before + text + middle + option + after
-
-
-def _around(text: str) -> tuple[str, str, str]:
-    before, rest = text.split("TEXT")
-    middle, after = rest.split("OPTION")
-    return before, middle, after
+@given(context=AWKWARD, text=AWKWARD, option=AWKWARD)
+def test_text_goes_in_to_the_character(template: str, context: str, text: str, option: str) -> None:
+    plain = question(context="BEFORE", text="TEXT", options=("first", "OPTION"))
+    awkward = replace(plain, context=context, text=text, options=("first", option))
+    expected = render(plain, template).text
+    for mark, words in (("BEFORE", context), ("TEXT", text), ("OPTION", option)):
+        expected = expected.replace(mark, words)
+    assert render(awkward, template).text == expected
 
 
 LABELS = [

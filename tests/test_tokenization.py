@@ -256,6 +256,12 @@ def test_the_letter_a_shot_shows_is_found_in_the_middle_of_a_text(
         assert tokenizer.decode(list(ids)).strip() == letter
 
 
+def test_a_letter_inside_another_word_is_not_the_shots(tmp_path: Path) -> None:
+    tokenizer = sentencepiece(tmp_path, whole=True)
+    ids = letter_inside(tokenizer, "BAD Answer: A", "A")
+    assert [tokenizer.id_to_token(token_id) for token_id in ids] == [SPACE + "A"]
+
+
 def test_a_chats_own_control_tokens_are_read_as_such(byte_level: Any) -> None:
     ids = encode_chat(byte_level, "<s>question</s>", ["question"]).tolist()
     assert (ids[0], ids[-1]) == (BOS, EOS)
