@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from edge_eval.errors import ModelError, ScoringError
 from edge_eval.letters import describe_letter
@@ -155,7 +155,8 @@ def _is_blank(tokenizer: Any, spelling: tuple[int, str]) -> bool:
 
 def _unknown_token(tokenizer: Any) -> str | None:
     unknown = getattr(tokenizer.model, "unk_token", None)
-    if isinstance(unknown, str):
+    if isinstance(unknown, str) or not isinstance(tokenizer.model, models.Unigram):
         return unknown
+    # A Unigram model names its unknown token only in its serialised form, which takes seconds.
     unk_id = json.loads(tokenizer.to_str())["model"].get("unk_id")
     return tokenizer.id_to_token(unk_id) if unk_id is not None else None

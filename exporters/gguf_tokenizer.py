@@ -57,7 +57,7 @@ def read_metadata(path: Path) -> dict[str, object]:
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Cursor(data).metadata()
+            return Cursor(data).metadata()
     except OSError as error:
         raise ExportError(
             f"{path}: {error.strerror or error}: give a .gguf file that can be read"
@@ -347,7 +347,7 @@ NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 
 
-class _Cursor:
+class Cursor:
     """A place in a GGUF file; every read moves it on. Raises ValueError saying what is wrong."""
 
     def __init__(self, data: mmap.mmap) -> None:
@@ -408,7 +408,7 @@ class _Cursor:
 class PreTokenizer:
     """How llama.cpp cuts a text into words before byte-level BPE.
 
-    Each pattern cuts what the one before it left whole; what none matches is a word too.
+    Each pattern cuts again what those before it have cut; what lies between matches is a word too.
     """
 
     patterns: tuple[str, ...]
