@@ -286,6 +286,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in options.system or SYSTEMS}
     missing: dict[str, str] = {}
     names = list(seen)
+
+    def gather(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        return {
+            "machine": describe_machine() | {"threads": threads},
+            "n_questions": len(questions),
+            "mean_tokens": statistics.mean(map(len, encoded)),
+            "systems": {name: rounds for name, rounds in seen.items() if rounds},
+            "missing": missing,
+        }
+
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(options.rounds):
             part = range(number, len(questions), options.rounds)
@@ -317,13 +327,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 found["n_options"] = [len(questions[i].options) for i in part]
                 seen[name].append(found)
                 print(f"round {number + 1}: {name}", file=sys.stderr)
-    return {
-        "machine": describe_machine() | {"threads": threads},
-        "n_questions": len(questions),
-        "mean_tokens": statistics.mean(map(len, encoded)),
-        "systems": {name: rounds for name, rounds in seen.items() if rounds},
-        "missing": missing,
-    }
+                if options.json:  # an interrupted benchmark keeps its whole rounds
+                    options.json.write_text(json.dumps(gather(seen)), encoding="utf-8")
+    return gather(seen)
 
 
 def write_rows(path: Path, questions: Sequence[Any]) -> None:
@@ -404,8 +410,6 @@ def main() -> None:
         parser.error("--gguf is needed")
     options.gguf = options.gguf.resolve()
     found = measure(options)
-    if options.json:
-        options.json.write_text(json.dumps(found), encoding="utf-8")
     print(tabulate(found))
 
 
