@@ -32,7 +32,7 @@ SHAPES = {
 }
 PANEL_TITLE = 30  # characters a line
 INK, FAINT = "var(--ink)", "var(--faint)"
-REFERENCE: Spec = {"strokeDash": [5, 4], "color": FAINT}
+REFERENCE: Spec = {"strokeDash": [5, 4], "color": FAINT, "aria": False}
 POINT: Spec = {"type": "point", "filled": True, "opacity": 1}
 INTERVAL: Spec = {"type": "rule", "strokeWidth": 1.5}
 PERCENT: Spec = {"domain": [0, 100]}

@@ -1,6 +1,7 @@
 """Run records -> Runs with their figures -> Figures, each rows that are drawn and tabled alike.
 
-What a report may compare is decided here: SCORE_SETTINGS and TIME_SETTINGS name what must agree.
+Unlike runs stand side by side, labelled, and on no common Pareto front; likeness.py says what must
+agree.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ import numpy as np
 from edge_eval import charts, metrics
 from edge_eval.charts import ACCURACY, CHANCE, HIGH, LOW, Row
 from edge_eval.errors import RecordError
+from edge_eval.likeness import CONDITIONS, MACHINE
 from edge_eval.metrics import Accuracy, Float64Array, Latency, LetterShare, MacroAccuracy
 from edge_eval.schema import Prediction, RunRecord
 
@@ -28,22 +30,10 @@ MIN_STRETCH = 20  # questions of a run, for its drift
 MAX_BINS = 25
 MAX_LABEL = 60  # characters
 
-# Setting -> its value. Accuracies are like for like when the first agree, costs when both do.
-SCORE_SETTINGS: Mapping[str, Callable[[RunRecord], Any]] = {
-    "questions": lambda r: r.data.sha256,
-    "prompt template": lambda r: r.config.template,
-    "scoring": lambda r: r.config.scoring,
-    "shots": lambda r: r.config.shots,
-    "chat template": lambda r: (r.config.chat_template, r.config.system_prompt),
-    "rotation of options": lambda r: r.config.permute,
+# Accuracies are like for like when all these agree, costs when those of MACHINE do too.
+SCORES: Mapping[str, Callable[[RunRecord], Any]] = {
+    **CONDITIONS,
     "completeness": lambda r: r.complete,
-}
-TIME_SETTINGS: Mapping[str, Callable[[RunRecord], Any]] = {
-    "machine": lambda r: (r.environment.get("cpu_model"), r.environment.get("architecture")),
-    "instruction sets": lambda r: r.environment.get("instruction_sets"),
-    "operating system": lambda r: r.environment.get("os"),
-    "threads": lambda r: (r.environment.get("threads"), r.environment.get("streams", 1)),
-    "scenario": lambda r: (r.config.scenario, r.config.reuse),
 }
 
 
@@ -97,6 +87,8 @@ class Run:
     @property
     def machine(self) -> str:
         """Where and how the latencies were measured."""
+        if not self.latency.n:
+            return "nothing was timed"
         found, config = self.record.environment, self.record.config
         cpu = found.get("cpu_model") or found.get("architecture") or "unknown processor"
         shared = ", prefixes shared" if config.reuse == "shared" else ""
@@ -166,12 +158,12 @@ def _labels(records: Sequence[RunRecord]) -> list[str]:
 def find_notes(runs: Sequence[Run]) -> list[str]:
     """What a reader must know before any figure."""
     notes = []
-    if differing := _differing(runs, SCORE_SETTINGS):
+    if differing := _differing(runs, SCORES):
         notes.append(
             f"These runs are not like for like: they differ in {', '.join(differing)}. Their "
             "accuracies are no ranking, and no Pareto front joins unlike runs."
         )
-    if differing := _differing(runs, TIME_SETTINGS):
+    if differing := _differing(runs, MACHINE):
         notes.append(
             f"Latency and memory were not measured alike: the runs differ in {', '.join(differing)}."
         )
@@ -182,6 +174,10 @@ def find_notes(runs: Sequence[Run]) -> list[str]:
         )
     for run in runs:
         name = isolate(run.label)
+        if tool := run.record.observed.get("converted_from"):
+            notes.append(
+                f"{name} was converted from files of {plain(str(tool))}: its times are unknown."
+            )
         if not run.record.complete:
             notes.append(f"{name} is {run.status}; its figures are of that part.")
         if run.record.config.permute:
@@ -207,7 +203,7 @@ def _differing(
 
 def _alike(run: Run) -> str:
     """The same for runs that may stand on one Pareto front."""
-    values = [of(run.record) for of in (*SCORE_SETTINGS.values(), *TIME_SETTINGS.values())]
+    values = [of(run.record) for of in (*SCORES.values(), *MACHINE.values())]
     return hashlib.sha256(repr(values).encode()).hexdigest()[:8]
 
 
@@ -316,7 +312,7 @@ SLICE_TITLES = {
 def prompt_matrices(runs: Sequence[Run]) -> list[tuple[str, dict[str, Run]]]:
     """Model -> template -> run, where two or more of the paper's four are otherwise alike."""
     found: dict[tuple[str, ...], dict[str, Run]] = {}
-    others = [of for name, of in SCORE_SETTINGS.items() if name != "prompt template"]
+    others = [of for name, of in SCORES.items() if name != "template"]
     for run in runs:
         if run.record.config.template in PAPER_TEMPLATES:
             manifest = run.record.manifest

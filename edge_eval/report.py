@@ -246,7 +246,7 @@ def _answers(run: Run, predictions: Sequence[Prediction | None]) -> dict[str, An
             None if p is None or p.latency_s is None else float(f"{p.latency_s * 1e3:.4g}")
             for p in predictions
         ],
-        "n_tokens": [None if p is None else p.n_tokens for p in predictions],
+        "n_tokens": [None if p is None else p.n_tokens or None for p in predictions],
     }
 
 

@@ -6,7 +6,8 @@ the words that the expressions of ``tokenizer.ggml.pre`` cut). Anything else is 
 
 What llama.cpp calls ``parse_special=False`` is ``tokenizer.encode_special_tokens = True`` here.
 Where the two cannot be made equal the vocabulary is refused, but for two cases: a text in which two
-added tokens overlap, and the letters and digits that came with Unicode 16, unknown to llama.cpp.
+added tokens overlap, and the letters, digits and punctuation new in Unicode 16 ("gpt2" only), which
+llama.cpp does not know yet.
 
 Source: ggml-org/llama.cpp at 0c1e57098, src/llama-vocab.cpp and src/unicode.cpp: facts, not code.
 """

@@ -237,7 +237,10 @@ def new_directory(output: Path) -> Iterator[Path]:
         raise ExportError(f"{output} cannot be written: {error.strerror}.") from error
     try:
         yield temporary
+        # Made private by tempfile and onnx: a model is for whoever may read the folder above it.
         temporary.chmod(0o755)
+        for path in temporary.iterdir():
+            path.chmod(0o644)
         temporary.rename(output)
     except OSError as error:
         raise ExportError(f"{output} cannot be written: {error}.") from error

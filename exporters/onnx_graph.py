@@ -7,6 +7,9 @@ vocabulary, feature-extraction has no past inputs and may reload other weights. 
 architecture's own text-generation configuration is kept, and only its inputs and outputs change.
 """
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,19 @@ def export_graph(decoder: Any, path: Path, *, fused: bool = True) -> str:
     form = "fused" if fused and why_not_fused(decoder.config) is None else "plain"
     model: nn.Module = FusedDecoder(decoder) if form == "fused" else decoder
     configuration = hidden_state_configuration(decoder, fused=form == "fused")
-    with torch.no_grad():
+    with torch.no_grad(), _weights_beside_the_graph():
         export(model, configuration, path, opset=OPSET, disable_dynamic_axes_fix=True)
     return form
+
+
+@contextlib.contextmanager
+def _weights_beside_the_graph() -> Iterator[None]:
+    """Optimum's switch for external data: onnxruntime maps a file and copies what is in a graph."""
+    before = os.environ.get("FORCE_ONNX_EXTERNAL_DATA")
+    os.environ["FORCE_ONNX_EXTERNAL_DATA"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["FORCE_ONNX_EXTERNAL_DATA"]
+        if before is not None:
+            os.environ["FORCE_ONNX_EXTERNAL_DATA"] = before

@@ -366,6 +366,19 @@ def test_a_run_that_scored_and_timed_nothing_is_shown(questions: list[Question])
     assert embedded(render_page([record], None))["runs"][0]["answers"] == "il" * 60
 
 
+def test_a_run_of_another_tool_is_shown_with_what_it_lacks(questions: list[Question]) -> None:
+    untimed = [replace(p, latency_s=None, n_tokens=0) for p in make_predictions(questions)]
+    foreign = replace(
+        make_record(untimed),
+        environment={"cpu_model": None, "architecture": "unknown", "instruction_sets": None},
+        observed={"converted_from": "lm-eval <b>", "unknown": ["environment"]},
+    )
+    page = render_page([foreign], None)
+    assert "was converted from files of lm-eval <b>: its times are unknown." in Page(page).text
+    assert "nothing was timed" in page
+    assert set(embedded(page)["runs"][0]["n_tokens"]) == {None}
+
+
 def test_an_empty_record_is_shown() -> None:
     record = make_record([])
     assert "nothing was scored" in render_page([record], None)

@@ -61,7 +61,7 @@ function setUpHints() {
 
 function openForPrint() {
   addEventListener("beforeprint", () => {
-    for (const fold of document.querySelectorAll("details.fold, #summary details")) fold.open = true;
+    for (const fold of document.querySelectorAll("details.fold, #summary details, #settings details")) fold.open = true;
   });
 }
 
@@ -239,7 +239,8 @@ function setUpBrowser() {
     }
     const times = runs.map((run) => {
       const time = run.ms[index] === null ? "not timed" : `${run.ms[index].toLocaleString("en")} ms`;
-      return element("td", {}, element("bdi", { dir: "ltr" }, `${run.n_tokens[index]} tokens, ${time}`));
+      const length = run.n_tokens[index] === null ? "" : `${run.n_tokens[index]} tokens, `;
+      return element("td", {}, element("bdi", { dir: "ltr" }, length + time));
     });
     const foot = element("tr", {}, element("th", { scope: "row", colSpan: 2 }, element("bdi", {}, "one forward pass")), ...times);
     const words = "Options and the probability each run gave them, among the letters offered";
