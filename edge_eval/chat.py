@@ -1,23 +1,32 @@
 """Prompt -> text in a model's chat template, up to the assistant's header.
 
-The template is somebody's program: it runs in Jinja2's sandbox, with a time limit, and sees
-nothing but the messages and the special tokens' names. The environment is set up as transformers
-does it, so that the same template gives the same text.
+The template is somebody's program. It is compiled and run in Jinja2's sandbox, which sees nothing
+but the messages and the special tokens' names, and that in a process of its own: only a process
+can be stopped when a template loops, or kept from taking all memory. The environment is set up as
+transformers does it, so that the same template gives the same text.
 
 Source: transformers 4.57, utils/chat_template_utils.py.
 """
 
+import contextlib
+import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 from edge_eval.errors import ModelError, OptionError
 
-TIME_LIMIT_S = 5.0
+TIME_LIMIT_S = 5.0  # for one conversation
+MEMORY_LIMIT_BYTES = 512 << 20  # of address space, where the system can limit it (Linux)
+MAX_CHARACTERS = 1 << 20  # of a template, and of what it writes
 
 Message = dict[str, str]  # role, content
 
@@ -26,11 +35,24 @@ class _TemplateRefusal(Exception):  # noqa: N818 - the template's own word, not 
     """What a template raises by raise_exception()."""
 
 
-@dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    template: Any  # a compiled Jinja2 template
-    special_tokens: dict[str, str]  # bos_token, eos_token, ...
-    source: str
+    """A compiled template, waiting in its own process for conversations."""
+
+    def __init__(self, text: str, special_tokens: dict[str, str], source: str) -> None:
+        self.sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
+        self.source = source
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from edge_eval.chat import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        self._end = weakref.finalize(self, _end, self._process)
+        # The first answer waits for Python and Jinja2 to start, on a busy machine for long.
+        answer = self._ask({"template": text, "special_tokens": special_tokens}, 12 * TIME_LIMIT_S)
+        if "error" in answer:
+            raise ModelError(f"{source} is not a chat template: {answer['error']}.")
 
     def render(self, turns: Sequence[tuple[str, str]], question: str, system: str) -> str:
         """The conversation up to the assistant's header.
@@ -57,29 +79,43 @@ class ChatTemplate:
         return self._render([first, *messages[1:]])
 
     def _render(self, messages: list[Message]) -> str:
-        found: list[Any] = []
+        answer = self._ask({"messages": messages}, TIME_LIMIT_S)
+        if "refusal" in answer:
+            raise _TemplateRefusal(answer["refusal"])
+        if "error" in answer:
+            raise ModelError(f"{self.source} fails: {answer['error']}. Use --chat-template off.")
+        return answer["text"]
 
-        def work() -> None:
-            try:
-                found.append(
-                    self.template.render(
-                        messages=messages, add_generation_prompt=True, **self.special_tokens
-                    )
-                )
-            except Exception as error:  # noqa: BLE001 - it is the template's, and told as such
-                found.append(error)
+    def _ask(self, request: dict[str, Any], limit_s: float) -> dict[str, str]:
+        """One request and its answer; a process that gives none in time is ended."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None or not self._end.alive:
+            raise ModelError(f"{self.source} was stopped before: not used.")
+        start = time.monotonic()
+        timer = threading.Timer(limit_s, self._process.kill)
+        timer.start()
+        try:
+            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.flush()
+            answer: dict[str, str] = json.loads(stdout.readline())
+        except (OSError, ValueError):  # no reader, or no whole line
+            late = time.monotonic() - start >= limit_s
+            self._end()
+            raise ModelError(
+                f"{self.source} does not end within {limit_s:.0f} s: not used."
+                if late
+                else f"{self.source} ended its process (by too deep a nesting, or too much "
+                "memory): not used."
+            ) from None
+        finally:
+            timer.cancel()
+        return answer
 
-        # A template can loop forever, and Python cannot stop a thread: it is left behind.
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(TIME_LIMIT_S)
-        if not found:
-            raise ModelError(f"{self.source} does not end within {TIME_LIMIT_S:.0f} s: not used.")
-        if isinstance(found[0], _TemplateRefusal):
-            raise found[0]
-        if isinstance(found[0], Exception):
-            raise ModelError(f"{self.source} fails: {found[0]}. Use --chat-template off.")
-        return str(found[0])
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with contextlib.suppress(OSError):
+        process.communicate()
 
 
 def load_chat_template(choice: str, directory: Path) -> ChatTemplate | None:
@@ -94,22 +130,16 @@ def load_chat_template(choice: str, directory: Path) -> ChatTemplate | None:
         raise OptionError(
             f"{path} is not there: this model has no chat template. Use --chat-template off."
         )
-    import jinja2
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.globals["range"] = range
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    if choice == "auto" and path.resolve().parent != directory.resolve():
+        raise ModelError(f"{path} points outside its folder, to {path.resolve()}: not opened.")
     try:
-        template = environment.from_string(path.read_text(encoding="utf-8"))
-    except (jinja2.TemplateError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{path} is not a chat template: {error}") from error
-    return ChatTemplate(template, _special_tokens(directory), str(path))
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if len(text) > MAX_CHARACTERS:
+        raise ModelError(f"{path} has over a million characters: not a chat template.")
+    return ChatTemplate(text, _special_tokens(directory), str(path))
 
 
 def has_chat_template(directory: Path) -> bool:
@@ -117,19 +147,13 @@ def has_chat_template(directory: Path) -> bool:
     return (directory / "chat_template.jinja").is_file()
 
 
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise _TemplateRefusal(message)
-
-
 def _special_tokens(directory: Path) -> dict[str, str]:
     path = directory / "tokenizer_config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
+        if not isinstance(settings, dict):
+            raise TypeError("not an object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     tokens = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
@@ -138,3 +162,86 @@ def _special_tokens(directory: Path) -> dict[str, str]:
         if isinstance(value, str):
             tokens[name] = value
     return tokens
+
+
+# ---- in the template's own process
+
+
+def serve() -> None:
+    """Answer requests, a JSON line each, until there are no more."""
+    _limit_memory()
+    render: Callable[[list[Message]], str] | None = None
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        _limit_time()
+        try:
+            if render is None:
+                render = _compile(request["template"], request["special_tokens"])
+                answer = {}
+            else:
+                answer = {"text": render(request["messages"])}
+        except _TemplateRefusal as refusal:
+            answer = {"refusal": str(refusal)}
+        except MemoryError:
+            answer = {"error": "it takes too much memory"}
+        except Exception as error:  # noqa: BLE001 - it is the template's, and told as such
+            words = " ".join(str(error).split())
+            answer = {"error": (words or type(error).__name__)[:300].rstrip(".")}
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _compile(text: str, special_tokens: dict[str, str]) -> Callable[[list[Message]], str]:
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    template = environment.from_string(text)
+
+    def render(messages: list[Message]) -> str:
+        found = template.render(messages=messages, add_generation_prompt=True, **special_tokens)
+        if len(found) > MAX_CHARACTERS:
+            raise ValueError(f"it makes a prompt of {len(found):,} characters")
+        return found
+
+    return render
+
+
+def _limit_memory() -> None:
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not on Windows, or less already
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+
+
+def _limit_time() -> None:
+    """End with a run that was killed while its template looped."""
+    with contextlib.suppress(ImportError, AttributeError):  # not on Windows
+        import signal
+
+        signal.alarm(int(12 * TIME_LIMIT_S))
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise _TemplateRefusal(message)

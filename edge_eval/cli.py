@@ -81,6 +81,12 @@ ShotsOption = Annotated[
 ThreadsOption = Annotated[
     int | None, typer.Option(min=1, help="Compute threads; default: the usable cores.")
 ]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Go on with what -o names, or with the newest record of this name."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
@@ -153,8 +159,15 @@ def run(
     ] = Reuse.none,
     threads: ThreadsOption = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The run record; default: in runs/.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="The run record; default: in runs/. An unfinished one of the same run is gone on "
+            "with.",
+        ),
     ] = None,
+    resume: ResumeOption = False,
     verify_hashes: Annotated[
         bool, typer.Option(help="Check every file of the model before it is opened.")
     ] = True,
@@ -179,7 +192,11 @@ def run(
         threads=threads,
         **_filters(task, group, level, country),
     )
-    path = output or _run_path(Path("runs"), model, config.template)
+    folder = Path("runs")
+    if resume:
+        path = _begun_path(folder, model, config.template, output)
+    else:
+        path = output or _run_path(folder, model, config.template)
     _run_and_print(config, path, as_json=as_json, hashes=verify_hashes)
 
 
@@ -236,6 +253,9 @@ def matrix(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for the four records.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest four records in the folder.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """The paper's four ways to ask, prompt language by alphabet: which suits this model."""
@@ -260,7 +280,8 @@ def matrix(
         for letters in Alphabet
     ]
     folder = output or Path("runs")
-    paths = [_run_path(folder, model, config.template) for config in configs]
+    find_path = _begun_path if resume else _run_path
+    paths = [find_path(folder, model, config.template) for config in configs]
     with _progress() as on_progress:
         records = evaluate_together(configs, paths, on_progress, _note)
     for path in paths:
@@ -313,6 +334,46 @@ def compare(
         print_json(comparison_json(ranking))
     else:
         print_comparison(ranking, results())
+
+
+@app.command()
+def report(
+    records: Annotated[list[Path], typer.Argument(help="Run records.", metavar="RUN...")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page.")] = Path("report.html"),
+    as_markdown: Annotated[
+        bool,
+        typer.Option("--markdown", help="Print the headline table for issues and model cards."),
+    ] = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print the headline table for spreadsheets.")
+    ] = False,
+    texts: Annotated[
+        bool, typer.Option(help="Show the questions' texts, read again from the runs' data.")
+    ] = True,
+    include_incomplete: Annotated[
+        bool, typer.Option("--include-incomplete", help="Interrupted runs too, labelled.")
+    ] = False,
+) -> None:
+    """One offline HTML page about runs, or their headline table."""
+    from edge_eval.charts import can_draw
+    from edge_eval.errors import OptionError
+    from edge_eval.report import csv_table, load_report_questions, markdown, write_report
+    from edge_eval.run_record import read_record
+
+    if as_markdown and as_csv:
+        raise OptionError("--markdown and --csv both print to stdout: choose one.")
+    found = [read_record(path) for path in records]
+    if as_markdown or as_csv:
+        table = markdown if as_markdown else csv_table
+        text = table(found, include_incomplete=include_incomplete)
+        sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+        sys.stdout.buffer.flush()
+        return
+    questions = load_report_questions(found) if texts else None
+    write_report(found, output, questions, include_incomplete=include_incomplete)
+    if not can_draw():
+        notes().print("Tables only: charts need pip install 'edge-eval\\[report]'.", soft_wrap=True)
+    notes().print(f"Report: {output}", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -442,8 +503,28 @@ def _run_path(folder: Path, model: Path, what: str) -> Path:
     return folder / f"{model.resolve().name}--{what}--{stamp}.jsonl"
 
 
+def _begun_path(folder: Path, model: Path, what: str, output: Path | None = None) -> Path:
+    """The record to go on with: the one named, or the newest that _run_path() named.
+
+    Errors: RecordError when there is none.
+    """
+    from edge_eval.errors import RecordError
+
+    if output is not None:
+        if not output.exists():
+            raise RecordError(f"{output} is not there: nothing to resume. Leave out --resume.")
+        return output
+    begins = f"{model.resolve().name}--{what}--"
+    found = [p for p in folder.glob("*.jsonl") if p.name.startswith(begins)]
+    if not found:
+        raise RecordError(f"{folder} has no record {begins}*: nothing to resume.")
+    return max(found)
+
+
 def _run_and_print(config: Any, path: Path, *, as_json: bool, hashes: bool = True) -> None:
+    from edge_eval.errors import ModelError
     from edge_eval.evaluate import evaluate
+    from edge_eval.schema import Status
     from edge_eval.summary import print_summary, summarize
 
     with _progress() as on_progress:
@@ -453,12 +534,16 @@ def _run_and_print(config: Any, path: Path, *, as_json: bool, hashes: bool = Tru
         print_json(summarize(record))
     else:
         print_summary(record, results())
-    if not any(p.predicted is not None for p in record.predictions):
-        from edge_eval.errors import ModelError
-
+    n_scored, n_invalid = (
+        sum(p.status is status for p in record.predictions)
+        for status in (Status.SCORED, Status.INVALID)
+    )
+    if n_invalid:
+        which = f"{n_invalid:,} questions" if n_scored else "no question"
+        how = "could not be scored" if n_scored else "could be scored"
         raise ModelError(
-            "no question could be scored: every forward pass gave logits that are not finite. The "
-            "model or its precision is broken; try its fp32 export."
+            f"{which} {how}: forward passes gave logits that are not finite. The model or its "
+            "precision is broken; try its fp32 export."
         )
 
 

@@ -5,9 +5,10 @@ loaded; the tokenizer is let go before that too, since both together would be th
 """
 
 import contextlib
+import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,21 @@ from typing import Any
 from edge_eval import metrics
 from edge_eval.chat import ChatTemplate, has_chat_template, load_chat_template
 from edge_eval.environment import describe_machine, peak_memory, usable_cores
-from edge_eval.errors import DataError, ModelError, OptionError, ScoringError
+from edge_eval.errors import DataError, ModelError, OptionError, RecordError, ScoringError
 from edge_eval.letters import ARABIC, LATIN, describe_letter
 from edge_eval.model import LetterReader, letter_reader, open_model
-from edge_eval.model_dir import read_manifest, size_on_disk, verify_hashes
+from edge_eval.model_dir import GRAPH, read_manifest, size_on_disk, verify_hashes
 from edge_eval.prefixes import BUDGET_BYTES, PrefixStack, Step, plan, streams
 from edge_eval.prompts import PromptTemplate, render, rotate, shot_text, wording_of
 from edge_eval.questions import fingerprint_questions, load_questions
-from edge_eval.run_record import open_record, read_record
+from edge_eval.run_record import (
+    check_same_run,
+    find_unfinished,
+    new_record,
+    other_environment,
+    read_record,
+    resume_record,
+)
 from edge_eval.schema import (
     EncodedPrompt,
     ExportManifest,
@@ -49,6 +57,9 @@ from edge_eval.tokenization import (
 
 Progress = Callable[[int, int], None]  # prompts done, prompts in all
 
+# What Python, numpy and onnxruntime take without a model.
+OWN_MEMORY_BYTES = 64 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
@@ -61,6 +72,7 @@ class Preparation:
     encoded: tuple[EncodedPrompt, ...]
     letters: LetterTokens  # the ten measured, in the order of letter_logits
     notes: tuple[str, ...]
+    chat_template_sha256: str | None
 
 
 def prepare(config: RunConfig, *, hashes: bool = True) -> Preparation:
@@ -97,6 +109,7 @@ def prepare(config: RunConfig, *, hashes: bool = True) -> Preparation:
         tuple(encoded),
         letters,
         tuple(_notes(config, directory, letters, prompts)),
+        chat.sha256 if chat else None,
     )
 
 
@@ -271,6 +284,7 @@ def evaluate(
 ) -> RunRecord:
     """Answer every question and leave a complete record at ``record_path``.
 
+    A record that the same run left unfinished there is gone on with.
     Errors: EdgeEvalError of any kind; what was answered before one is kept in the record.
     """
     return evaluate_together([config], [record_path], on_progress, on_note, hashes=hashes)[0]
@@ -292,43 +306,61 @@ def evaluate_together(
     first = configs[0]
     for config in configs:
         check_settings(config)
+    begun = [find_unfinished(path) for path in record_paths]
+    if all(record is not None and record.complete for record in begun):
+        raise RecordError(
+            f"{record_paths[0]} exists already and is complete: name another with -o, or remove it."
+        )
     cells = [prepare(config, hashes=hashes and config is first) for config in configs]
     if on_note:
         for note in dict.fromkeys(note for cell in cells for note in cell.notes):
             on_note(note)
     n_streams, threads = _cores(first)
     environment = describe_machine() | {"threads": threads, "streams": n_streams}
+    runs = [
+        new_record(
+            config,
+            cell.manifest,
+            cell.questions.fingerprint,
+            environment,
+            _scoring_facts(cell, config),
+        )
+        for config, cell in zip(configs, cells, strict=True)
+    ]
+    for path, there, run in zip(record_paths, begun, runs, strict=True):
+        if there is not None:
+            check_same_run(path, there, run)
+            if on_note:
+                on_note(_resume_note(path, there, run))
+    check_memory(cells[0].manifest, environment)
     model = open_model(Path(first.model), cells[0].manifest, threads)
     readers = [
         letter_reader(model, cell.letters.ids, normalized=PROTOCOLS[config.protocol].normalized)
         for cell, config in zip(cells, configs, strict=True)
     ]
-    # A list of pairs: which run, which of its prompts.
-    jobs = [(c, i) for c, cell in enumerate(cells) for i in range(len(cell.encoded))]
     first_s = _warm_up(readers[0], _fitting(cells[0]), first.warmup)
     with contextlib.ExitStack() as stack:
         records = [
-            stack.enter_context(
-                open_record(
-                    path,
-                    config,
-                    cell.manifest,
-                    cell.questions.fingerprint,
-                    environment,
-                    _scoring_facts(cell, reader, config),
-                )
-            )
-            for path, config, cell, reader in zip(
-                record_paths, configs, cells, readers, strict=True
-            )
+            stack.enter_context(resume_record(path, run))
+            for path, run in zip(record_paths, runs, strict=True)
         ]
+        # A list of pairs: which run, which of its prompts.
+        jobs = [
+            (c, i)
+            for c, cell in enumerate(cells)
+            for i in range(len(cell.encoded))
+            if i not in records[c].answered
+        ]
+        n_before = sum(len(record.answered) for record in records)
+        if on_progress and n_before:
+            on_progress(n_before, n_before + len(jobs))
         started = time.perf_counter()
         answers = _answer(cells, readers, jobs, first, n_streams)
         for done, (job, logits) in enumerate(answers, start=1):
             c, i = jobs[job]
             records[c].append(predict(cells[c], i, logits, configs[c]))
             if on_progress:
-                on_progress(done, len(jobs))
+                on_progress(n_before + done, n_before + len(jobs))
         observed = {
             # Of all the runs together: none of them ran alone.
             "wall_s": time.perf_counter() - started,
@@ -343,14 +375,47 @@ def evaluate_together(
     return [read_record(path) for path in record_paths]
 
 
-def _scoring_facts(cell: Preparation, reader: LetterReader, config: RunConfig) -> dict[str, Any]:
+def _resume_note(path: Path, there: RunRecord, here: RunRecord) -> str:
+    unlike = other_environment(there, here)
+    elsewhere = (
+        f" It was begun with other {', '.join(unlike)}; both are recorded." if unlike else ""
+    )
+    return f"{path} goes on: {len(there.predictions):,} answers are there already.{elsewhere}"
+
+
+def check_memory(manifest: ExportManifest, environment: Mapping[str, Any]) -> None:
+    """Raise ModelError when the graph cannot be held in this process's memory.
+
+    The head and the embedding are not counted: they are mapped, and only the rows used are read.
+    """
+    sizes = [int(v["size_bytes"]) for name, v in manifest.files.items() if name.startswith(GRAPH)]
+    needed = sum(sizes) + OWN_MEMORY_BYTES
+    limits = [environment[name] for name in ("memory_limit_bytes", "memory_total_bytes")]
+    limit = min(n for n in limits if n is not None)
+    if needed > limit:
+        raise ModelError(
+            f"{manifest.name} needs {needed / 1e6:,.0f} MB of memory at least, and this process "
+            f"may have {limit / 1e6:,.0f} MB: raise the limit, or take a lower precision "
+            "(edge-eval quantize)."
+        )
+
+
+def _scoring_facts(cell: Preparation, config: RunConfig) -> dict[str, Any]:
+    """What decides the answers beside the config: read back, it tells whether a run is the same."""
     shots = [shot for rows in cell.questions.shots.values() for shot in rows[: config.shots]]
+    several = any(len(ids) > 1 for ids in cell.letters.ids)
+    prompts = hashlib.sha256()
+    for prompt, item in zip(cell.prompts, cell.encoded, strict=True):
+        prompts.update(f"{prompt.question_id!r} {prompt.rotation} {len(item.input_ids)}\n".encode())
+        prompts.update(item.input_ids.astype("<i8").tobytes())
     return {
         "shots_sha256": fingerprint_questions(shots) if config.shots else None,
+        "chat_template_sha256": cell.chat_template_sha256,
+        "prompts_sha256": prompts.hexdigest(),  # ids of questions and tokens, in order
         "letters": cell.letters.letters,
         "letter_ids": cell.letters.ids,
         "letter_pieces": cell.letters.pieces,
-        "normalized": reader.normalized,
+        "normalized": PROTOCOLS[config.protocol].normalized or several,
     }
 
 

@@ -74,7 +74,7 @@ CONDITIONS: dict[str, Callable[[RunRecord], Any]] = {
     "shots": lambda r: r.config.shots,
     "shots' rows": lambda r: r.scoring.get("shots_sha256"),
     "allow_fewer_shots": lambda r: bool(r.config.shots) and r.config.allow_fewer_shots,
-    "chat_template": lambda r: r.config.chat_template,
+    "chat_template": lambda r: r.scoring.get("chat_template_sha256", r.config.chat_template),
     "system_prompt": lambda r: r.config.system_prompt,
     "permute": lambda r: r.config.permute,
     # Argmax and the letters' probabilities are the same from logits and log-probabilities.

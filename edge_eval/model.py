@@ -8,7 +8,7 @@ import math
 import mmap
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ from edge_eval.schema import ExportManifest, Float32Array, Int64Array, LetterLog
 
 # Keys and values of every layer, in the graph's own order: (1, kv_heads, past, head_dim) each.
 Past = tuple[Any, ...]
+
+# First tokens whose keys and values are kept where they are run apart: BOS, or a prompt's few
+# first words; a few dozen kilobytes each.
+FIRST_TOKENS = 64
 
 # Rows of the head multiplied at once when the whole vocabulary is asked for: 64 MB at 1,024 wide.
 HEAD_BLOCK = 16384
@@ -39,6 +43,7 @@ class Model:
     past_inputs: tuple[tuple[str, tuple[int, int]], ...]  # name -> kv_heads, head_dim
     present_names: tuple[str, ...]
     load_s: float
+    first_tokens: dict[int, Past] = field(default_factory=dict, compare=False, repr=False)
 
     def run(
         self, input_ids: Int64Array, past: Past | None = None, *, keep: bool = False
@@ -47,6 +52,9 @@ class Model:
 
         With ``keep`` the second value is the keys and values to continue from, else empty.
         """
+        if self.manifest.first_token_apart and not past and len(input_ids) > 1:
+            past = self._first_token(input_ids[:1])
+            input_ids = input_ids[1:]
         n_past = past[0].shape[2] if past else 0
         rows = self.embedding[input_ids].astype(np.float32, copy=False)
         if self.manifest.embedding_scale != 1.0:
@@ -59,9 +67,30 @@ class Model:
         for index, (name, (kv_heads, head_dim)) in enumerate(self.past_inputs):
             feeds[name] = past[index] if past else _no_past(kv_heads, head_dim)
         outputs = ["last_hidden_state", *(self.present_names if keep else ())]
-        hidden, *present = self.session.run(outputs, feeds)
+        try:
+            hidden, *present = self.session.run(outputs, feeds)
+        except Exception as error:
+            raise ModelError(
+                f"a forward pass of {GRAPH} fails: {_first_line(error)}. Export the model again."
+            ) from error
+        if hidden.shape[-1] != self.manifest.hidden_size:
+            raise ModelError(
+                f"{GRAPH} gives hidden states of width {hidden.shape[-1]} and the manifest says "
+                f"{self.manifest.hidden_size}: the files belong to different models."
+            )
         last: Float32Array = hidden[0, -1]
         return last, tuple(present)
+
+    def _first_token(self, first_id: Int64Array) -> Past:
+        """The keys and values behind a prompt's first token (1,), computed once for each id."""
+        token_id = int(first_id[0])
+        past = self.first_tokens.get(token_id)
+        if past is None:
+            # Two threads may both compute it, to the same end.
+            _, past = self.run(first_id, keep=True)
+            if len(self.first_tokens) < FIRST_TOKENS:
+                self.first_tokens[token_id] = past
+        return past
 
     def logits(self, hidden: Float32Array, rows: "HeadRows") -> Float32Array:
         """The logits (n,) of the rows' tokens behind a last hidden state (hidden,)."""
@@ -76,7 +105,8 @@ class Model:
 
     def all_logits(self, hidden: Float32Array) -> Float32Array:
         """The logits (vocab,) of every token: reads the whole head, so only when asked for."""
-        return np.concatenate(list(self.logits_in_blocks(hidden[None])), axis=1)[0]
+        logits: Float32Array = np.concatenate(list(self.logits_in_blocks(hidden[None])), axis=1)[0]
+        return logits
 
     def logits_in_blocks(self, hidden: Float32Array) -> Iterator[Float32Array]:
         """The logits (prompts, block) of every token, a block of the vocabulary at a time."""
@@ -109,15 +139,13 @@ def _no_past(kv_heads: int, head_dim: int) -> Float32Array:
     return np.zeros((1, kv_heads, 0, head_dim), dtype=np.float32)
 
 
-def open_model(directory: Path, manifest: ExportManifest, threads: int) -> Model:
-    """Load a model directory whose manifest was read; ``threads`` compute threads for one pass.
+def open_session(path: Path, threads: int) -> Any:
+    """An onnxruntime session of a graph, as every pass of edge-eval is run.
 
-    Errors: ModelError when onnxruntime cannot load the graph, or the graph, the tables and the
-    manifest do not fit together.
+    Errors: ModelError when onnxruntime cannot load it.
     """
     import onnxruntime as ort
 
-    start = time.perf_counter()
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -126,14 +154,22 @@ def open_model(directory: Path, manifest: ExportManifest, threads: int) -> Model
     options.enable_mem_pattern = False
     options.log_severity_level = 4  # an error is raised as well, and raised once is enough
     try:
-        session = ort.InferenceSession(
-            str(directory / GRAPH), options, providers=["CPUExecutionProvider"]
-        )
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise ModelError(
-            f"onnxruntime {ort.__version__} cannot load {directory / GRAPH}: "
+            f"onnxruntime {ort.__version__} cannot load {path}: "
             f"{_first_line(error)}. Export the model again, or update onnxruntime."
         ) from error
+
+
+def open_model(directory: Path, manifest: ExportManifest, threads: int) -> Model:
+    """Load a model directory whose manifest was read; ``threads`` compute threads for one pass.
+
+    Errors: ModelError when onnxruntime cannot load the graph, or the graph, the tables and the
+    manifest do not fit together.
+    """
+    start = time.perf_counter()
+    session = open_session(directory / GRAPH, threads)
     inputs = {node.name: node for node in session.get_inputs()}
     outputs = [node.name for node in session.get_outputs()]
     if "inputs_embeds" not in inputs or "last_hidden_state" not in outputs:
@@ -149,7 +185,7 @@ def open_model(directory: Path, manifest: ExportManifest, threads: int) -> Model
         session=session,
         embedding=table if tied else _map_table(directory / EMBEDDING),
         head=table,
-        head_bias=np.load(directory / HEAD_BIAS) if manifest.head_bias else None,
+        head_bias=_map_table(directory / HEAD_BIAS) if manifest.head_bias else None,
         input_names=tuple(inputs),
         past_inputs=tuple((name, (inputs[name].shape[1], inputs[name].shape[3])) for name in past),
         present_names=tuple(name.replace("past_key_values", "present") for name in past),
@@ -180,10 +216,12 @@ def _map_table(path: Path) -> npt.NDArray[Any]:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if fortran or dtype not in (np.dtype("float32"), np.dtype("float16")):
             raise ValueError(f"{dtype} in {'Fortran' if fortran else 'C'} order")
+        if min(shape, default=0) < 0:
+            raise ValueError(f"shape {shape}")
         if hasattr(mapped, "madvise"):  # not on Windows
             mapped.madvise(mmap.MADV_RANDOM)
         return np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ModelError(f"{path} is not a table of rows: {error}. Export again.") from error
 
 

@@ -46,7 +46,7 @@ def read_manifest(directory: Path) -> ExportManifest:
             f"`edge-eval export {directory} -o DIR`."
         )
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         if not isinstance(fields, dict):
             raise TypeError("not a JSON object")
         version = fields.get("schema_version")
@@ -56,7 +56,7 @@ def read_manifest(directory: Path) -> ExportManifest:
                 f"{SCHEMA_VERSION}: export the model again, or update edge-eval."
             )
         manifest = _typed(fields)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as a manifest: {error}") from error
     for name, facts in manifest.files.items():
         _check_file(directory, name, int(facts["size_bytes"]))
@@ -86,18 +86,38 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "files": (dict,),
     "tools": (dict,),
     "parity": (dict,),
+    "first_token_apart": (bool,),
+    "quantization": (dict, type(None)),
 }
 
 
 def _typed(fields: dict[str, Any]) -> ExportManifest:
-    known = {field.name for field in dataclasses.fields(ExportManifest)}
-    missing = sorted(known - set(fields))
+    known = {field.name for field in dataclasses.fields(ExportManifest)} & set(fields)
+    required = {
+        field.name
+        for field in dataclasses.fields(ExportManifest)
+        if field.default is dataclasses.MISSING
+    }
+    missing = sorted(required - known)
     if missing:
         raise KeyError(f"fields missing: {', '.join(missing)}")
     for name, types in _FIELD_TYPES.items():
-        if not isinstance(fields[name], types):
+        if name in known and not isinstance(fields[name], types):
             raise TypeError(f"{name} is {fields[name]!r}")
+    for name in ("n_layers", "hidden_size", "vocab_size", "max_length"):
+        if not 0 < fields[name] < 1 << 31:
+            raise ValueError(f"{name} is {fields[name]}")
+    for name, facts in fields["files"].items():
+        types = {"size_bytes": int, "sha256": str}
+        if not isinstance(facts, dict) or any(
+            not isinstance(facts.get(key), kind) for key, kind in types.items()
+        ):
+            raise TypeError(f"files says {facts!r} of {name!r}")
     return ExportManifest(**{name: fields[name] for name in known})
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _check_file(directory: Path, name: str, size_bytes: int) -> None:

@@ -3,20 +3,29 @@
 Schema history, newest first:
     1  2026-11  the first
 
-Strict JSON (no NaN), UTF-8. A run that was killed keeps every line but the one in flight.
+Strict JSON (no NaN), UTF-8. A run that was killed keeps every line but the one in flight; the run
+that goes on with it cuts that one off and writes a line of kind "resumed" with its own environment.
+What must be the same in both stands in differences().
 """
 
+import contextlib
 import dataclasses
+import errno
 import json
+import math
 import os
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from io import BytesIO, FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, get_args, get_origin
 
 from edge_eval.errors import RecordError
 from edge_eval.schema import (
+    LEVEL_TITLES,
     DataFingerprint,
     ExportManifest,
     Prediction,
@@ -27,66 +36,109 @@ from edge_eval.schema import (
 
 SCHEMA_VERSION = 1
 
+# A loss of power takes with it what the system had not written yet: at most so much time's.
+SYNC_S = 10.0
+
+# Windows locks bytes, not files, and hides them from readers: one that no record reaches.
+_LOCKED_BYTE = 1 << 40
+
+_BEGINNING = b'{"kind":"header"'
+
+T = TypeVar("T")
+
 
 def to_json(value: object) -> str:
     """One line of strict JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    options: Any = {"allow_nan": False, "separators": (",", ":")}
+    text = json.dumps(value, ensure_ascii=False, **options)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # half a surrogate pair, as in a file's name that is not UTF-8
+        return json.dumps(value, **options)
+    return text
 
 
-def _header(
-    config: RunConfig,
-    manifest: ExportManifest,
-    data: DataFingerprint,
-    environment: Mapping[str, Any],
-    scoring_facts: Mapping[str, Any],
-) -> dict[str, Any]:
+def _header(record: RunRecord) -> dict[str, Any]:
     return {
         "kind": "header",
         "schema_version": SCHEMA_VERSION,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "config": dataclasses.asdict(config),
-        "manifest": dataclasses.asdict(manifest),
-        "data": dataclasses.asdict(data),
-        "scoring": dict(scoring_facts),
-        "environment": dict(environment),
+        "created": record.created,
+        "config": dataclasses.asdict(record.config),
+        "manifest": dataclasses.asdict(record.manifest),
+        "data": dataclasses.asdict(record.data),
+        "scoring": dict(record.scoring),
+        "environment": dict(record.environment),
     }
 
 
 class RecordWriter:
-    """Appends a run to its file, line by line, each flushed before the next question."""
+    """Appends a run to its file, line by line, each with the system before the next question.
 
-    def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("x", encoding="utf-8", newline="\n")
-        except FileExistsError:
-            raise RecordError(
-                f"{path} exists already: name another with -o, or remove it."
-            ) from None
-        except OSError as error:
-            raise RecordError(
-                f"{path} cannot be written: {error.strerror}. Name a place you can write with -o."
-            ) from error
+    The file is locked as long as it is open: no second run can write to it.
+    """
+
+    def __init__(self, path: Path, record: RunRecord, *, resume: bool = False) -> None:
         self.path = path
-        self._write(header)
+        self._file = _open(path, "ab+")
+        try:
+            found = _read_unfinished(path, self._file)
+            if not resume and (found is not None or _size(self._file)):
+                raise _exists(path)
+            self._begin(record, found)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _begin(self, record: RunRecord, found: "_Unfinished | None") -> None:
+        self.answered: frozenset[int] = frozenset()
+        self._complete = False
+        self._synced = time.monotonic()
+        if found is None:
+            self._file.truncate(0)  # what was cut short before its header was whole
+            self._write(_header(record))
+            return
+        check_same_run(self.path, found.record, record)
+        self.answered = frozenset(p.index for p in found.record.predictions)
+        if len(self.answered) < len(found.record.predictions):
+            raise RecordError(f"{self.path} holds a question twice: it cannot be gone on with.")
+        self._complete = found.record.complete
+        if not self._complete:
+            self._file.truncate(found.n_bytes)
+            environment = dict(record.environment)
+            self._write({"kind": "resumed", "created": record.created, "environment": environment})
 
     def append(self, prediction: Prediction) -> None:
         """Write one prediction."""
         self._write({"kind": "prediction", **dataclasses.asdict(prediction)})
+        if time.monotonic() - self._synced > SYNC_S:
+            self._sync()
 
     def finish(self, observed: Mapping[str, Any], n_predictions: int) -> None:
         """Write the end marker: the record is complete."""
-        self._write({"kind": "end", "n_predictions": n_predictions, "observed": dict(observed)})
-        os.fsync(self._file.fileno())
+        if not self._complete:
+            end = {"kind": "end", "n_predictions": n_predictions, "observed": dict(observed)}
+            self._write(end)
+            self._sync()
 
     def _write(self, value: dict[str, Any]) -> None:
+        rest = memoryview((to_json(value) + "\n").encode("utf-8"))
+        with self._errors_told():
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[self._file.write(rest) :]
+
+    def _sync(self) -> None:
+        with self._errors_told():
+            os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    @contextlib.contextmanager
+    def _errors_told(self) -> Iterator[None]:
         try:
-            self._file.write(to_json(value) + "\n")
-            self._file.flush()
+            yield
         except OSError as error:
             raise RecordError(
                 f"{self.path} cannot be written further: {error.strerror}. What was answered "
-                "before is kept in it."
+                "before is kept in it; the same command goes on with it."
             ) from error
 
     def __enter__(self) -> Self:
@@ -113,7 +165,150 @@ def open_record(
 
     Errors: RecordError when the file exists or cannot be written.
     """
-    return RecordWriter(path, _header(config, manifest, data, environment, scoring_facts))
+    return RecordWriter(path, new_record(config, manifest, data, environment, scoring_facts))
+
+
+def resume_record(path: Path, record: RunRecord) -> RecordWriter:
+    """The record of a run as new_record() describes it: a new one, or one begun before.
+
+    Errors: RecordError when another run holds the file, when it is no record, or when what was
+    begun is not the same run.
+    """
+    return RecordWriter(path, record, resume=True)
+
+
+def new_record(
+    config: RunConfig,
+    manifest: ExportManifest,
+    data: DataFingerprint,
+    environment: Mapping[str, Any],
+    scoring_facts: Mapping[str, Any],
+) -> RunRecord:
+    """A run that has answered nothing yet."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    facts = json.loads(to_json(dict(scoring_facts)))  # as it will be read: lists, not tuples
+    return RunRecord(config, manifest, data, facts, environment, {}, (), False, created)
+
+
+def find_unfinished(path: Path) -> RunRecord | None:
+    """The record that a run at ``path`` would go on with, complete or not; None for a new one.
+
+    Errors: RecordError when another run holds the file, or when it is no record.
+    """
+    if not path.exists():
+        return None
+    with _open(path, "rb") as file:
+        found = _read_unfinished(path, file)
+    return None if found is None else found.record
+
+
+# What two halves of one run may differ in: names of things whose content is compared, and
+# settings that change no answer.
+_NAMES_AND_TIMES = {
+    "config": {"model", "data", "threads", "warmup"},
+    "manifest": {"name", "source", "revision", "tools", "parity", "created", "quantization"},
+    "data": {"source", "kind", "revision", "n_rows", "n_refused", "n_selected"},
+    "scoring": set[str](),
+}
+
+
+def differences(there: RunRecord, here: RunRecord) -> list[str]:
+    """Everything in which two runs differ that can change an answer, in words."""
+    a, b = _header(there), _header(here)
+    found = set()
+    for section, left_out in _NAMES_AND_TIMES.items():
+        for name in (a[section] | b[section]).keys() - left_out:
+            old, new = a[section].get(name), b[section].get(name)
+            what = "data" if section == "data" else name.removesuffix("_sha256")
+            if old != new:
+                short = max(len(str(old)), len(str(new))) <= 30
+                found.add(f"{what} ({old} there, {new} now)" if short else what)
+    return sorted(found)
+
+
+def other_environment(there: RunRecord, here: RunRecord) -> list[str]:
+    """In what the machine of a run that goes on is another: nothing that forbids it."""
+    names = ("architecture", "cpu_model", "instruction_sets", "threads", "streams", "versions")
+    return [n for n in names if there.environment.get(n) != here.environment.get(n)]
+
+
+def check_same_run(path: Path, there: RunRecord, here: RunRecord) -> None:
+    """Raise RecordError when a run cannot go on with the record found at ``path``."""
+    if unlike := differences(there, here):
+        raise RecordError(
+            f"{path} was begun with another {', '.join(unlike)}: a run cannot go on with it. Give "
+            "the settings it was begun with, or name another record with -o."
+        )
+
+
+def _exists(path: Path) -> RecordError:
+    return RecordError(f"{path} exists already: name another with -o, or remove it.")
+
+
+def _open(path: Path, mode: str) -> FileIO:
+    """Open a record for this process alone.
+
+    Errors: RecordError when it cannot be opened, or when another run holds it.
+    """
+    try:
+        if "a" in mode:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise _exists(path)
+        file = FileIO(path, mode)
+    except OSError as error:
+        raise RecordError(
+            f"{path} cannot be written: {error.strerror}. Name a place you can write with -o."
+        ) from error
+    try:
+        _lock(file)
+    except OSError as error:
+        # Some network file systems have no locks; a run on them goes without.
+        if error.errno in {errno.EACCES, errno.EAGAIN, errno.EDEADLK}:
+            file.close()
+            raise RecordError(
+                f"{path} is being written by another run: wait for it, or name another with -o."
+            ) from error
+    return file
+
+
+def _lock(file: FileIO) -> None:
+    """Lock a file until it is closed or this process dies, however it dies."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        file.seek(_LOCKED_BYTE)
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        file.seek(0)
+    else:
+        import fcntl
+
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _size(file: FileIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Unfinished:
+    record: RunRecord
+    n_bytes: int  # up to the end of its last whole line
+
+
+def _read_unfinished(path: Path, file: FileIO) -> _Unfinished | None:
+    """The record in a file; None when it is empty or was cut short within its header."""
+    file.seek(0)
+    start = file.read(len(_BEGINNING)).rstrip(b"\0")
+    if not (start and _BEGINNING.startswith(start)):
+        if not start:
+            return None
+        raise _exists(path)
+    file.seek(0)
+    whole = [line for line in BytesIO(file.readall()) if line.endswith(b"\n")]
+    if not whole:
+        return None
+    return _Unfinished(_parse(path, whole, b""), sum(map(len, whole)))
 
 
 def read_record(path: Path) -> RunRecord:
@@ -122,25 +317,35 @@ def read_record(path: Path) -> RunRecord:
     Errors: RecordError with the line's number.
     """
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            lines = list(file)
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}.") from error
-    header: dict[str, Any] | None = None
-    observed: dict[str, Any] | None = None
+    # What stands behind the last line end: a line cut short, or the zeros of a loss of power.
+    torn = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+    return _parse(path, lines, torn)
+
+
+def _parse(path: Path, lines: Sequence[bytes], torn: bytes) -> RunRecord:
+    record: RunRecord | None = None
     predictions: list[Prediction] = []
-    lines = raw.split(b"\n")
-    torn = lines.pop()  # what stands behind the last line end: empty, or a line cut short
+    resumed: list[dict[str, Any]] = []
+    observed: dict[str, Any] | None = None
     for number, line in enumerate(lines, start=1):
         try:
-            entry = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+            entry = json.loads(
+                line.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite
+            )
             kind = entry["kind"]
             if kind == "header" and number == 1:
-                header = entry
                 _check_version(path, entry)
-            elif kind == "prediction" and header is not None and observed is None:
+                record = _from_header(entry)
+            elif kind == "prediction" and record is not None and observed is None:
                 predictions.append(_prediction(entry))
-            elif kind == "end" and header is not None and observed is None:
-                observed = entry["observed"]
+            elif kind == "resumed" and record is not None and observed is None:
+                resumed.append(_mapping(entry["environment"]) | {"created": entry["created"]})
+            elif kind == "end" and record is not None and observed is None:
+                observed = _mapping(entry["observed"])
                 if entry["n_predictions"] != len(predictions):
                     raise ValueError(f"the end marker counts {entry['n_predictions']} questions")
             else:
@@ -149,30 +354,30 @@ def read_record(path: Path) -> RunRecord:
             raise RecordError(
                 f"{path}, line {number}: not a line of a run record ({error})."
             ) from error
-    if header is None:
+    if record is None:
         raise RecordError(f"{path} is empty or has no whole header: not a run record.")
-    if torn and observed is not None:
+    if torn.rstrip(b"\0") and observed is not None:
         raise RecordError(f"{path} goes on behind its end marker: two runs wrote to one file.")
-    try:
-        return RunRecord(
-            config=_config(header["config"]),
-            manifest=ExportManifest(**header["manifest"]),
-            data=DataFingerprint(**header["data"]),
-            scoring=header["scoring"],
-            environment=header["environment"],
-            observed=observed or {},
-            # Streams answer in their own order; the data's order is the same in every scenario.
-            predictions=tuple(sorted(predictions, key=lambda p: p.index)),
-            complete=observed is not None,
-            created=header["created"],
-            path=str(path),
-        )
-    except (KeyError, TypeError) as error:
-        raise RecordError(f"{path}, line 1: the header lacks something ({error}).") from error
+    return dataclasses.replace(
+        record,
+        environment={**record.environment, **({"resumed": resumed} if resumed else {})},
+        observed=observed or {},
+        # Streams answer in their own order; the data's order is the same in every scenario.
+        predictions=tuple(sorted(predictions, key=lambda p: p.index)),
+        complete=observed is not None,
+        path=str(path),
+    )
 
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits} is too large")
+    return value
 
 
 def _check_version(path: Path, header: dict[str, Any]) -> None:
@@ -184,14 +389,71 @@ def _check_version(path: Path, header: dict[str, Any]) -> None:
         )
 
 
-def _config(fields: dict[str, Any]) -> RunConfig:
-    values: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-    return RunConfig(**values)
+def _from_header(entry: dict[str, Any]) -> RunRecord:
+    if not isinstance(entry["created"], str):
+        raise TypeError("created is no text")
+    return RunRecord(
+        config=_build(RunConfig, _mapping(entry["config"])),
+        manifest=_build(ExportManifest, _mapping(entry["manifest"])),
+        data=_build(DataFingerprint, _mapping(entry["data"])),
+        scoring=_mapping(entry["scoring"]),
+        environment=_mapping(entry["environment"]),
+        observed={},
+        predictions=(),
+        complete=False,
+        created=entry["created"],
+    )
 
 
 def _prediction(entry: dict[str, Any]) -> Prediction:
     fields = {name: value for name, value in entry.items() if name != "kind"}
-    fields["status"] = Status(fields["status"])
-    fields["letters"] = tuple(fields["letters"])
-    fields["letter_logits"] = tuple(fields["letter_logits"])
-    return Prediction(**fields)
+    found = _build(Prediction, fields | {"status": Status(fields["status"])})
+    n_options = len(found.letters)
+    if len(found.letter_logits) != 10:
+        raise ValueError(f"{len(found.letter_logits)} logits")
+    if found.level not in LEVEL_TITLES:
+        raise ValueError(f"level {found.level!r}")
+    if not all(0 <= n < n_options for n in (found.answer, found.predicted or 0)):
+        raise ValueError(f"answer {found.answer}, predicted {found.predicted} of {n_options}")
+    return found
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is no object")
+    return value
+
+
+def _build(kind: type[T], fields: dict[str, Any]) -> T:
+    """A type of schema.py from its JSON object, the type of every field checked."""
+    values = dict(fields)
+    known = _FIELD_TYPES[kind]
+    for name, value in fields.items():
+        is_tuple, types = known.get(name, (False, (object,)))
+        if is_tuple and isinstance(value, list):
+            values[name] = tuple(value)
+        elif is_tuple:
+            raise TypeError(f"{name} is {value!r}")
+        for item in value if is_tuple else (value,):
+            # To Python true is a number; to JSON it is not.
+            if not isinstance(item, types) or (item is True or item is False) > (bool in types):
+                raise TypeError(f"{name} is {value!r}")
+    return kind(**values)
+
+
+def _field_types(kind: Any) -> dict[str, tuple[bool, tuple[type, ...]]]:
+    """Per field whether it is a tuple, and the types it (or an item of it) may have."""
+    found = {}
+    annotation: Any
+    for name, annotation in kind.__annotations__.items():
+        is_tuple = get_origin(annotation) is tuple
+        inner = get_args(annotation)[0] if is_tuple else annotation
+        choices = (inner,) if get_origin(inner) is Mapping else get_args(inner) or (inner,)
+        types = {dict if get_origin(choice) is Mapping else choice for choice in choices}
+        found[name] = (is_tuple, tuple(types | ({int} if float in types else set())))
+    return found
+
+
+_FIELD_TYPES: dict[Any, dict[str, tuple[bool, tuple[type, ...]]]] = {
+    kind: _field_types(kind) for kind in (RunConfig, ExportManifest, DataFingerprint, Prediction)
+}

@@ -214,6 +214,9 @@ class ExportManifest:
     tools: Mapping[str, str]
     parity: Mapping[str, Any]
     created: str
+    # The first token's activations dwarf the others' and would set their resolution.
+    first_token_apart: bool = False
+    quantization: Mapping[str, Any] | None = None  # what exporters/quantize.py measured
 
 
 @dataclass(frozen=True, slots=True)

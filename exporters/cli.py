@@ -1,4 +1,4 @@
-"""The export and verify commands: parse, call, print."""
+"""The export, quantize and verify commands: parse, call, print."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,11 +9,12 @@ from edge_eval.console import notes, print_json, results
 from edge_eval.errors import ExportError
 
 
-def need_export_extra() -> None:
-    """Raise ExportError where torch or optimum is missing."""
+def need_export_extra(*modules: str) -> None:
+    """Raise ExportError where a module of the export extra is missing; all of them by default."""
     import importlib.util
 
-    missing = [name for name in ("torch", "optimum", "gguf") if not importlib.util.find_spec(name)]
+    wanted = modules or ("torch", "optimum", "gguf")
+    missing = [name for name in wanted if not importlib.util.find_spec(name)]
     if missing:
         raise ExportError(
             f"exporting needs {', '.join(missing)}: install with pip install 'edge-eval[export]'. "
@@ -83,7 +84,34 @@ def verify(
         results().print(f"Note: {finding}", soft_wrap=True)
 
 
+def quantize(
+    directory: Annotated[Path, typer.Argument(help="A model directory in fp32.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The model directory to write.")],
+    precision: Annotated[
+        str, typer.Option(help="int8 (faithful), int8-fast (everything) or int4 (memory).")
+    ] = "int8",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest.")] = False,
+) -> None:
+    """Make a model directory smaller and faster, with the price measured; needs no torch."""
+    need_export_extra("onnx")
+    import dataclasses
+
+    from exporters.quantize import quantize as make
+    from exporters.quantize import shortfall, verdict
+
+    notes().print(f"Quantising {directory} to {precision}: some minutes, mostly measuring.")
+    manifest = make(directory, output, precision)
+    if as_json:
+        print_json(dataclasses.asdict(manifest))
+    else:
+        results().print(f"{output}: {verdict(manifest)}", soft_wrap=True)
+    warning = shortfall(manifest)
+    if warning:
+        notes().print(f"Warning: {warning}", soft_wrap=True)
+
+
 def add_commands(app: typer.Typer) -> None:
     """Put the exporters' commands into edge-eval's own command line."""
     app.command()(export)
     app.command()(verify)
+    app.command()(quantize)

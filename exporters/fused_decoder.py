@@ -104,6 +104,10 @@ class _GroupQueryAttention(torch.autograd.Function):
         window: int,
         softcap: float,
     ) -> Any:
+        if key is None:
+            # A None as input ends the process: the node wants the constant that says so.
+            key = value = g.op("prim::Constant")
+            key.setType(torch._C.OptionalType.ofTensor())
         outputs = g.op(
             "com.microsoft::GroupQueryAttention",
             query, key, value, past_key, past_value, seqlens_k, total_length, cos, sin,

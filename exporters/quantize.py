@@ -33,7 +33,6 @@ from edge_eval.model_dir import (
     EMBEDDING,
     GRAPH,
     HEAD,
-    MANIFEST,
     describe_files,
     read_manifest,
     size_on_disk,
@@ -45,7 +44,7 @@ from edge_eval.questions import load_questions
 from edge_eval.schema import ExportManifest, Float32Array, Int64Array, RunConfig
 from edge_eval.tokenization import encode_prompts, load_tokenizer
 from exporters.huggingface import new_directory
-from exporters.verify import TEMPLATES, compare_with_manifest, single_letter_ids
+from exporters.verify import TEMPLATES, single_letter_ids, verify_directory
 
 GRAPH_DATA = GRAPH + "_data"
 
@@ -67,8 +66,9 @@ INT4_BLOCK = 32
 # A letter's logit may move by this share of the largest when the tables become float16.
 TABLE_TOLERANCE = 1e-3
 
-# Initializers from here on live in the data file, on page boundaries so that they are mapped.
-EXTERNAL_FROM_BYTES, ALIGNMENT = 1024, 65536
+# Initializers from here on live in the data file; large ones on page boundaries, to be mapped.
+EXTERNAL_FROM_BYTES = 1024
+ALIGNMENT, ALIGNED_FROM_BYTES = 65536, 2**20
 
 Array = npt.NDArray[Any]
 
@@ -335,7 +335,9 @@ def _scales(site: Site, ranges: Float32Array, weights: Sequence[Array]) -> Float
     if site.heads_per_value > 1:
         shape = (-1, site.heads_per_value, site.head_dim)
         ranges, rows = (
-            np.broadcast_to(item.reshape(shape).max(axis=1, keepdims=True), item.reshape(shape).shape).reshape(-1)
+            np.broadcast_to(
+                item.reshape(shape).max(axis=1, keepdims=True), item.reshape(shape).shape
+            ).reshape(-1)
             for item in (ranges, rows)
         )
     largest = float(ranges.max(initial=0.0))
@@ -359,7 +361,7 @@ def _divide(tensors: dict[str, Array], site: Site, scales: Float32Array) -> None
 
 
 def _norm_node(x: str) -> tuple[list[Any], str]:
-    """x / rms(row) times its norm's weight, and 1 / rms(row) as ``x``_size."""
+    """A row over its rms times its norm's weight, and 1 / rms(row) as ``x``_size."""
     from onnx import helper
 
     output = x + "_rows"
@@ -444,7 +446,7 @@ def round_to_int4(weight: Float32Array) -> tuple[npt.NDArray[np.uint8], Float32A
         best_scale = np.where(error < best_error, scale, best_scale)
         best_error = np.minimum(error, best_error)
     whole = (np.clip(np.rint(values / best_scale), -8, 7) + 8).astype(np.uint8)
-    packed = whole[..., 0::2] | (whole[..., 1::2] << 4)
+    packed = (whole[..., 0::2] | (whole[..., 1::2] << 4)).astype(np.uint8)
     return packed, best_scale.reshape(-1).astype(np.float32)
 
 
@@ -469,7 +471,8 @@ def write_network(network: Network, path: Path) -> None:
             if array.nbytes < EXTERNAL_FROM_BYTES:
                 proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
                 continue
-            data.seek(-(-data.tell() // ALIGNMENT) * ALIGNMENT)
+            step = ALIGNMENT if array.nbytes >= ALIGNED_FROM_BYTES else 64
+            data.seek(-(-data.tell() // step) * step)
             tensor = proto.graph.initializer.add()
             tensor.name = name
             tensor.data_type = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
@@ -484,3 +487,393 @@ def write_network(network: Network, path: Path) -> None:
                 tensor.external_data.add(key=key, value=value)
             data.write(np.ascontiguousarray(array).tobytes())
     path.write_bytes(proto.SerializeToString())
+
+
+# -- Measuring -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A sample prompt on which precisions are compared."""
+
+    input_ids: Int64Array
+    letters: tuple[int, ...]  # the places of its options' letters among the ten
+
+
+def sample_probes(directory: Path, max_length: int) -> tuple[list[Probe], list[Probe]]:
+    """Prompts of the bundled sample in all four templates: to calibrate on, and held out."""
+    tokenizer = load_tokenizer(directory)
+    questions = load_questions(RunConfig(data="sample")).test
+    step = len(questions) // N_CHOICE_PROMPTS
+    parts = (questions[::step], [q for i, q in enumerate(questions) if i % step])
+    found: list[list[Probe]] = []
+    for part in parts:
+        prompts = [render(q, t) for q, t in zip(part, cycle(TEMPLATES), strict=False)]
+        found.append(
+            [
+                Probe(encoded.input_ids, tuple(map(OPTION_LETTERS.index, prompt.letters)))
+                for prompt, encoded in zip(prompts, encode_prompts(tokenizer, prompts), strict=True)
+                if 1 < len(encoded.input_ids) <= max_length
+            ]
+        )
+    return found[0], found[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What rounding changed in the answers."""
+
+    n_prompts: int
+    n_same: int
+    kl: float
+
+    @property
+    def agreement(self) -> float:
+        return self.n_same / self.n_prompts
+
+    def keeps(self, recipe: Recipe, margin: float = 1.0) -> bool:
+        """Whether the recipe's promise holds, the divergence being within ``margin`` of its bound."""
+        return self.agreement >= recipe.min_agreement and self.kl <= recipe.max_kl * margin
+
+
+def _log_shares(logits: Float32Array, probe: Probe) -> npt.NDArray[np.float64]:
+    values = logits[list(probe.letters)].astype(np.float64)
+    values = values - values.max()
+    return values - np.log(np.exp(values).sum())
+
+
+def price_of(
+    probes: Sequence[Probe], reference: Sequence[Float32Array], ours: Sequence[Float32Array]
+) -> Price:
+    """Agreement and divergence of two precisions' letter logits (10,) a prompt."""
+    n_same, divergences = 0, []
+    for probe, ref_logits, our_logits in zip(probes, reference, ours, strict=True):
+        ref, our = _log_shares(ref_logits, probe), _log_shares(our_logits, probe)
+        n_same += int(ref.argmax() == our.argmax())
+        divergences.append(float((np.exp(ref) * (ref - our)).sum()))
+    return Price(len(probes), n_same, float(np.mean(divergences)))
+
+
+class Gauge:
+    """The source model's answers, and its distance to any rounding of it."""
+
+    def __init__(self, model: Model, ids: Sequence[int], probes: Sequence[Probe]) -> None:
+        self._model = model
+        self._rows = model.head_rows(ids)
+        self.probes = probes
+        self.reference = [self.read(model, probe) for probe in probes]
+
+    def read(self, model: Model, probe: Probe) -> Float32Array:
+        """The ten letters' logits (10,) behind a prompt."""
+        return model.logits(model.run(probe.input_ids)[0], self._rows)
+
+    def price(self, network: Network, scratch: Path) -> Price:
+        """The price of a rounding, through a session of its own; the first token apart."""
+        write_network(network, scratch / GRAPH)
+        manifest = replace(self._model.manifest, first_token_apart=True)
+        session = open_session(scratch / GRAPH, usable_cores())
+        model = replace(self._model, session=session, manifest=manifest, first_tokens={})
+        return price_of(
+            self.probes, self.reference, [self.read(model, probe) for probe in self.probes]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What products were given on the calibration prompts, first tokens left out."""
+
+    ranges: dict[str, Float32Array]  # input -> the largest magnitude (in,) of each channel
+    rows: dict[str, Float32Array]  # input -> some of its rows (n, in)
+
+
+def observe(
+    network: Network, sites: Sequence[Site], model: Model, probes: Sequence[Probe], scratch: Path
+) -> Activations:
+    """Run the source with the products' inputs as outputs."""
+    import onnx
+
+    watched = onnx.ModelProto()
+    watched.CopyFrom(network.proto)
+    names = [site.x for site in sites]
+    known = {output.name for output in watched.graph.output}
+    for name in names:
+        if name not in known:
+            watched.graph.output.append(
+                onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+            )
+    write_network(Network(watched, network.tensors), scratch / GRAPH)
+    n_present = len(model.present_names)
+    watching = replace(
+        model,
+        session=open_session(scratch / GRAPH, usable_cores()),
+        present_names=(*model.present_names, *names),
+    )
+    ranges: dict[str, Float32Array] = {}
+    rows: dict[str, list[Float32Array]] = {name: [] for name in names}
+    for probe in probes:
+        _, first = model.run(probe.input_ids[:1], keep=True)
+        _, outputs = watching.run(probe.input_ids[1:], first, keep=True)
+        for name, value in zip(names, outputs[n_present:], strict=True):
+            flat = value.reshape(-1, value.shape[-1])
+            largest = np.abs(flat).max(axis=0)
+            ranges[name] = np.maximum(ranges.get(name, largest), largest)
+            some = np.linspace(0, len(flat) - 1, N_ROWS // len(probes) + 1).astype(int)
+            rows[name].append(flat[np.unique(some)])
+    return Activations(ranges, {name: np.concatenate(parts) for name, parts in rows.items()})
+
+
+# -- Choosing ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which products stay in fp32, and on what grounds."""
+
+    kept: tuple[str, ...]  # products' outputs
+    price: Price  # on the prompts the choice was made on
+
+
+def estimate_errors(
+    network: Network, sites: Sequence[Site], activations: Activations, normed: Collection[str]
+) -> dict[str, float]:
+    """The relative squared error of each product alone, on rows it was given."""
+    errors: dict[str, float] = {}
+    for site in sites:
+        rows = activations.rows[site.x]
+        weights = [network.tensors[item.weight] for item in site.products]
+        own_norm = site.x in normed or not site.carriers
+        sizes: Any = 1.0
+        if own_norm:
+            sizes = np.sqrt(np.square(rows).mean(axis=1, keepdims=True)) + 1e-20
+        scales = _scales(site, activations.ranges[site.x], weights)
+        given = rows / sizes / scales
+        low, high = min(float(given.min()), 0.0), max(float(given.max()), 0.0)
+        step = max((high - low) / 255, 1e-30)
+        rounded = np.rint(given / step) * np.float32(step)
+        for item, weight in zip(site.products, weights, strict=True):
+            whole, scale = round_to_int8(weight * scales[:, None])
+            ours = (rounded @ (whole * scale)) * sizes
+            exact = rows @ weight
+            errors[item.output] = float(
+                np.square(ours - exact).sum() / max(np.square(exact).sum(), 1e-30)
+            )
+    return errors
+
+
+def choose_kept(
+    network: Network,
+    sites: Sequence[Site],
+    activations: Activations,
+    normed: Collection[str],
+    recipe: Recipe,
+    gauge: Gauge,
+    scratch: Path,
+) -> Choice:
+    """The fewest products to keep, worst first, with which the recipe's promise holds."""
+
+    def try_keeping(n: int) -> Choice:
+        kept = tuple(ranked[:n])
+        rounded = rewrite(network, sites, activations.ranges, kept, recipe.bits, normed)
+        return Choice(kept, gauge.price(rounded, scratch))
+
+    errors = estimate_errors(network, sites, activations, normed)
+    ranked = sorted(errors, key=lambda output: -errors[output])
+    best = try_keeping(0)
+    if not recipe.keep_worst or best.price.keeps(recipe, MARGIN):
+        return best
+    # Too few and enough; halving what lies between costs a handful of sessions.
+    low, high = 0, len(ranked)
+    best = try_keeping(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        choice = try_keeping(middle)
+        if choice.price.keeps(recipe, MARGIN):
+            high, best = middle, choice
+        else:
+            low = middle
+    return best
+
+
+# -- The directory -------------------------------------------------------------------------------
+
+
+def quantize(source: Path, output: Path, precision: str) -> ExportManifest:
+    """Write the model directory ``source`` to ``output`` in another precision, its price measured.
+
+    Errors: ExportError for an unknown precision, a source that is not fp32 or holds no product
+    with constant weights; then nothing is left at ``output``. ModelError for a source that is
+    no model directory.
+    """
+    recipe = PRECISIONS.get(precision)
+    if recipe is None:
+        raise ExportError(f"no precision {precision!r}: there are {', '.join(PRECISIONS)}.")
+    manifest = read_manifest(source)
+    if manifest.precision != "fp32" or manifest.quantization is not None:
+        raise ExportError(
+            f"{source} is {manifest.precision} already: rounding twice would lose twice. Quantise "
+            "the fp32 model directory it was made from."
+        )
+    verify_hashes(source, manifest)
+    with new_directory(output) as directory, tempfile.TemporaryDirectory() as scratch_name:
+        scratch = Path(scratch_name)
+        network = read_network(source / GRAPH)
+        sites = find_sites(network)
+        if not sites:
+            raise ExportError(f"{source / GRAPH} has no product with constant weights to round.")
+        model = open_model(source, manifest, usable_cores())
+        ids = single_letter_ids(load_tokenizer(source))
+        calibration, held_out = sample_probes(source, manifest.max_length)
+        if not calibration or not held_out:
+            raise ExportError(
+                f"no sample prompt fits the {manifest.max_length} tokens of {source}."
+            )
+        activations = observe(network, sites, model, calibration[:N_RANGE_PROMPTS], scratch)
+        normed = {site.x for site in sites if site.varying_rows}
+        choice = choose_kept(
+            network, sites, activations, normed, recipe, Gauge(model, ids, calibration), scratch
+        )
+        rounded = rewrite(network, sites, activations.ranges, choice.kept, recipe.bits, normed)
+        write_network(rounded, directory / GRAPH)
+        _write_tables(source, directory, model, ids, calibration)
+        for name in manifest.files:
+            if name not in {GRAPH, GRAPH_DATA} and not (directory / name).exists():
+                shutil.copyfile(source / name, directory / name)
+        ours = replace(
+            manifest,
+            precision=precision,
+            first_token_apart=True,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            files=describe_files(directory, [path.name for path in directory.iterdir()]),
+        )
+        quantization = _measure(directory, ours, model, ids, held_out)
+        quantization |= {
+            "products": sum(len(site.products) for site in sites),
+            "kept_fp32": sorted(_weight_names(sites, choice.kept)),
+            "rows_normed": len(normed),
+            "weights": "int8 by column, two neighbours' sum at most 128: exact without VNNI"
+            if recipe.bits == 8
+            else f"int4, blocks of {INT4_BLOCK}",
+            "strength": STRENGTH,
+            "n_calibration": min(N_RANGE_PROMPTS, len(calibration)),
+            "choice": {
+                "n_prompts": choice.price.n_prompts,
+                "n_same": choice.price.n_same,
+                "kl": choice.price.kl,
+            },
+            "source_bytes": size_on_disk(manifest),
+            "size_bytes": size_on_disk(ours),
+            "source_sha256": manifest.files[GRAPH]["sha256"],
+        }
+        ours = replace(ours, quantization=quantization)
+        write_manifest(directory, ours)
+        report = verify_directory(directory)
+        again = ("logit_max_difference", "logit_scale", "n_same_letter", "past_max_difference")
+        parity = {k: v for k, v in manifest.parity.items() if k != "hidden_max_difference"}
+        ours = replace(ours, parity=parity | {name: report[name] for name in again})
+        write_manifest(directory, ours)
+    return ours
+
+
+def _weight_names(sites: Sequence[Site], outputs: Collection[str]) -> Iterator[str]:
+    return (item.weight for site in sites for item in site.products if item.output in outputs)
+
+
+def _write_tables(
+    source: Path, directory: Path, model: Model, ids: Sequence[int], probes: Sequence[Probe]
+) -> None:
+    """The tables as float16 where the letters' logits stay within TABLE_TOLERANCE, else copied."""
+    rows = model.head_rows(ids)
+    halved = replace(rows, weight=rows.weight.astype(np.float16).astype(np.float32))
+    hiddens = [model.run(probe.input_ids)[0] for probe in probes[:N_RANGE_PROMPTS]]
+    exact = np.stack([model.logits(hidden, rows) for hidden in hiddens])
+    moved = np.stack([model.logits(hidden, halved) for hidden in hiddens]) - exact
+    fits = float(np.abs(moved).max()) <= TABLE_TOLERANCE * float(np.abs(exact).max())
+    for name in (HEAD, EMBEDDING):
+        if not (source / name).is_file():
+            continue
+        table = model.head if name == HEAD else model.embedding
+        if fits and table.dtype == np.float32:
+            _save_halved(directory / name, table)
+        else:
+            shutil.copyfile(source / name, directory / name)
+
+
+def _save_halved(path: Path, table: Array) -> None:
+    """The table (vocab, hidden) in float16, a block of rows at a time.
+
+    Errors: ExportError when a value has no float16.
+    """
+    halved = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=table.shape)
+    for start in range(0, len(table), 16384):
+        block = table[start : start + 16384]
+        if float(np.abs(block).max()) > float(np.finfo(np.float16).max):
+            raise ExportError(f"{path.name} holds values beyond float16's largest.")
+        halved[start : start + 16384] = block
+    halved.flush()
+
+
+def _measure(
+    directory: Path,
+    manifest: ExportManifest,
+    source: Model,
+    ids: Sequence[int],
+    held_out: list[Probe],
+) -> dict[str, Any]:
+    """Agreement, divergence and speed against the source, prompt by prompt in turn."""
+    ours = open_model(directory, manifest, usable_cores())
+    answers: tuple[list[Float32Array], list[Float32Array]] = ([], [])
+    times: tuple[list[float], list[float]] = ([], [])
+    rows = (source.head_rows(ids), ours.head_rows(ids))
+    for probe in (held_out[0], held_out[-1], *held_out):
+        for place, model in enumerate((source, ours)):
+            start = time.perf_counter()
+            hidden, _ = model.run(probe.input_ids)
+            times[place].append(time.perf_counter() - start)
+            answers[place].append(model.logits(hidden, rows[place]))
+    price = price_of(held_out, answers[0][2:], answers[1][2:])
+    ratios = [slow / fast for slow, fast in zip(times[0][2:], times[1][2:], strict=True)]
+    machine = describe_machine()
+    return {
+        "n_prompts": price.n_prompts,
+        "n_same_letter": price.n_same,
+        "agreement": price.agreement,
+        "mean_kl": price.kl,
+        "speed_ratio": float(np.median(ratios)),
+        "source_latency_ms": float(np.median(times[0][2:])) * 1e3,
+        "latency_ms": float(np.median(times[1][2:])) * 1e3,
+        "threads": usable_cores(),
+        "processor": machine["cpu_model"],
+        "instruction_sets": machine["instruction_sets"],
+    }
+
+
+def verdict(manifest: ExportManifest) -> str:
+    """What quantising gained and cost, in words."""
+    figures = manifest.quantization or {}
+    kept = len(figures["kept_fp32"])
+    share = figures["size_bytes"] / figures["source_bytes"]
+    ratio = figures["speed_ratio"]
+    speed = f"{ratio:.2f} times as fast" if ratio >= 1 else f"slower ({ratio:.2f} times the speed)"
+    sets = figures["instruction_sets"] or []
+    return (
+        f"{manifest.precision} chooses the same letter as fp32 on {figures['n_same_letter']} of "
+        f"{figures['n_prompts']} held-out questions (mean KL {figures['mean_kl']:.4f} nats). It is "
+        f"{speed} here ({figures['source_latency_ms']:.0f} -> {figures['latency_ms']:.0f} ms a "
+        f"question, {figures['threads']} threads, {', '.join(sets) or 'instruction sets unknown'}) and "
+        f"takes {share:.0%} of the disk ({figures['size_bytes'] / 1e6:,.0f} MB). "
+        f"{kept} of {figures['products']} products stayed in fp32."
+    )
+
+
+def shortfall(manifest: ExportManifest) -> str | None:
+    """What the precision promises and this model does not keep, or None."""
+    figures = manifest.quantization or {}
+    recipe = PRECISIONS[manifest.precision]
+    price = Price(figures["n_prompts"], figures["n_same_letter"], figures["mean_kl"])
+    if price.keeps(recipe):
+        return None
+    return (
+        f"{manifest.precision} should agree with fp32 on {recipe.min_agreement:.0%} of questions with a "
+        f"mean KL of at most {recipe.max_kl:g}; this model has {price.agreement:.1%} and "
+        f"{price.kl:.4f}. Report its scores as the quantised model's own, not as the model's."
+    )

@@ -309,6 +309,8 @@ def test_shots_are_dropped_before_a_prompt_is_too_long(
         assert p.status is Status.SCORED
         assert p.n_tokens <= limit
         assert (p.n_shots == 3) == (expected.n_tokens <= limit)
+    # One by one: not all of them at once.
+    assert 2 in {p.n_shots for p in record.predictions}
 
 
 def test_a_run_without_a_prompt_that_fits_leaves_no_record(
@@ -398,6 +400,24 @@ def test_letters_of_several_tokens_are_scored_in_several_steps(
         logits = model.all_logits(model.run(behind)[0]).astype(np.float64)
         total += logits[token_id] - np.log(np.exp(logits).sum())
     assert record.predictions[0].letter_logits[6] == pytest.approx(total, abs=1e-4)
+
+
+def one_token_for_heh_with_tatweel(contents: dict[str, Any]) -> None:
+    """Gives the leaderboard's fifth letter the id of the last merge."""
+    left, right = contents["model"]["merges"].pop()
+    token_id = contents["model"]["vocab"].pop(left + right)
+    settings = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
+    contents["added_tokens"].append({"id": token_id, "content": "هـ", **settings})
+
+
+def test_a_protocol_of_log_probabilities_has_them_where_every_letter_is_one_token_too(
+    run: Callable[..., RunRecord], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = change_tokenizer(copy_model(tiny_model, tmp_path), one_token_for_heh_with_tatweel)
+    record = run(model, protocol="oall")
+    assert {len(spelling) for spelling in record.scoring["letter_ids"]} == {1}
+    assert record.scoring["normalized"]
+    assert np.exp(values(record)).sum(axis=1).max() < 1
 
 
 def test_the_other_alphabet_is_left_out_where_it_would_cost_a_second_pass(

@@ -1,0 +1,359 @@
+"""Rounding a model directory: what it may change, what it may not, and what it says of itself."""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import typer
+from onnx import TensorProto, helper, numpy_helper
+from test_model_dir import copy_model
+from typer.testing import CliRunner
+
+from edge_eval.errors import ExportError
+from edge_eval.evaluate import evaluate
+from edge_eval.model import open_model
+from edge_eval.model_dir import GRAPH, MANIFEST, read_manifest, verify_hashes
+from edge_eval.schema import ExportManifest, RunConfig, Status
+from exporters.cli import add_commands
+from exporters.huggingface import export_checkpoint
+from exporters.quantize import (
+    PRECISIONS,
+    Gauge,
+    Price,
+    choose_kept,
+    find_sites,
+    observe,
+    quantize,
+    read_network,
+    rewrite,
+    round_to_int4,
+    round_to_int8,
+    sample_probes,
+    shortfall,
+    verdict,
+    write_network,
+)
+from exporters.verify import verify_directory
+
+LETTER_IDS = (34, 35, 36, 37, 38, 282, 273, 284, 272, 276)
+
+
+@pytest.fixture(scope="module")
+def quantised(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny model in every precision."""
+    folder = tmp_path_factory.mktemp("quantised")
+    for precision in PRECISIONS:
+        quantize(tiny_model, folder / precision, precision)
+    return {precision: folder / precision for precision in PRECISIONS}
+
+
+@pytest.fixture(scope="module")
+def input_ids() -> Any:
+    return np.random.default_rng(0).integers(2, 600, 60)
+
+
+def weights() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        "normal": rng.standard_normal((64, 48)),
+        "one sign": np.abs(rng.standard_normal((64, 48))),
+        "heavy tails": rng.standard_t(2, (64, 48)),
+        "odd": rng.standard_normal((63, 48)),
+        "zero": np.zeros((64, 48)),
+    }
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_quantised_model_opens_scores_and_stays_close(
+    precision: str, quantised: dict[str, Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    directory = quantised[precision]
+    manifest = read_manifest(directory)
+    verify_hashes(directory, manifest)
+    record = evaluate(RunConfig(model=str(directory), limit=12), tmp_path / "run.jsonl")
+    assert record.manifest.precision == precision
+    assert {prediction.status for prediction in record.predictions} == {Status.SCORED}
+    source = evaluate(RunConfig(model=str(tiny_model), limit=12), tmp_path / "fp32.jsonl")
+    ours, theirs = (
+        np.array([p.letter_logits for p in run.predictions], dtype=float)
+        for run in (record, source)
+    )
+    allowed = 0.6 if precision == "int4" else 0.1
+    assert np.abs(ours - theirs).max() < allowed * np.abs(theirs).max()
+    assert verify_directory(directory)["precision"] == precision
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_manifest_holds_what_quantising_measured(
+    precision: str, quantised: dict[str, Path], tiny_model: Path
+) -> None:
+    source, manifest = read_manifest(tiny_model), read_manifest(quantised[precision])
+    figures = manifest.quantization
+    assert figures is not None
+    assert figures["n_prompts"] == 120
+    assert 0 <= figures["mean_kl"] < 1
+    assert figures["agreement"] == figures["n_same_letter"] / 120
+    assert figures["speed_ratio"] > 0
+    assert figures["size_bytes"] < figures["source_bytes"]
+    assert figures["source_sha256"] == source.files[GRAPH]["sha256"]
+    assert "instruction_sets" in figures
+    assert manifest.first_token_apart
+    assert manifest.files[f"{GRAPH}_data"]["size_bytes"] > 0
+    assert manifest.parity["reference_logits"] == source.parity["reference_logits"]
+    assert manifest.parity["logit_max_difference"] > source.parity["logit_max_difference"]
+    assert f"{figures['n_same_letter']} of 120 held-out questions" in verdict(manifest)
+    json.dumps(figures, allow_nan=False)
+
+
+def test_the_tables_are_halved_where_the_letters_allow_it(
+    quantised: dict[str, Path], tiny_model: Path
+) -> None:
+    halved = np.load(quantised["int8"] / "lm_head.npy")
+    full = np.load(tiny_model / "lm_head.npy")
+    assert halved.dtype == np.float16
+    np.testing.assert_allclose(halved, full, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fused"),
+    [("llama", True), ("gemma3_text", True), ("qwen2", False), ("gpt2", False)],
+)
+def test_folding_alone_changes_nothing(
+    model_type: str, fused: bool, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    export_checkpoint(str(make_checkpoint(model_type)), source, fused=fused)
+    model = open_model(source, read_manifest(source), 1)
+    network = read_network(source / GRAPH)
+    sites = find_sites(network)
+    assert sum(len(site.products) for site in sites) >= 12
+    assert any(site.carriers for site in sites)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    probes, _ = sample_probes(source, model.manifest.max_length)
+    activations = observe(network, sites, model, probes[:4], scratch)
+    folded = rewrite(network, sites, activations.ranges)
+    changed = [
+        name
+        for name in folded.tensors
+        if name in network.tensors
+        and not np.array_equal(folded.tensors[name], network.tensors[name])
+    ]
+    assert changed
+    price = Gauge(model, LETTER_IDS, probes[:8]).price(folded, scratch)
+    assert price.kl < 1e-6
+    ours = replace(
+        model, session=open_model(scratch_model(source, scratch), model.manifest, 1).session
+    )
+    for probe in probes[:8]:
+        expected, _ = model.run(probe.input_ids)
+        np.testing.assert_allclose(ours.run(probe.input_ids)[0], expected, rtol=1e-4, atol=1e-4)
+    # Every product rounded, whatever the graph's form, still answers nearly the same.
+    rounded = rewrite(network, sites, activations.ranges, bits=8)
+    assert Gauge(model, LETTER_IDS, probes[:8]).price(rounded, scratch).kl < 0.05
+
+
+def scratch_model(source: Path, scratch: Path) -> Path:
+    """``scratch``, holding a graph, as a whole model directory."""
+    for name in ("lm_head.npy", "embedding.npy"):
+        if (source / name).exists():
+            (scratch / name).write_bytes((source / name).read_bytes())
+    return scratch
+
+
+def test_a_kept_product_stays_as_it_was(tiny_model: Path, tmp_path: Path) -> None:
+    model = open_model(tiny_model, read_manifest(tiny_model), 1)
+    network = read_network(tiny_model / GRAPH)
+    sites = find_sites(network)
+    probes, _ = sample_probes(tiny_model, 1024)
+    activations = observe(network, sites, model, probes[:4], tmp_path)
+    everything = {item.output for site in sites for item in site.products}
+    kept = rewrite(network, sites, activations.ranges, everything, 8)
+    assert all(tensor.dtype != np.int8 for tensor in kept.tensors.values())
+    one = min(everything)
+    rounded = rewrite(network, sites, activations.ranges, {one}, 8)
+    left = [node for node in rounded.nodes() if node.op_type == "MatMul"]
+    assert [node.output[0] for node in left] == [one]
+
+
+def test_products_are_kept_until_the_promise_holds(tiny_model: Path, tmp_path: Path) -> None:
+    model = open_model(tiny_model, read_manifest(tiny_model), 1)
+    network = read_network(tiny_model / GRAPH)
+    sites = find_sites(network)
+    probes, _ = sample_probes(tiny_model, 1024)
+    activations = observe(network, sites, model, probes[:4], tmp_path)
+    gauge = Gauge(model, LETTER_IDS, probes[:8])
+
+    def choose(recipe: Any) -> Any:
+        return choose_kept(network, sites, activations, set(), recipe, gauge, tmp_path)
+
+    int8 = PRECISIONS["int8"]
+    everything = choose(replace(int8, keep_worst=False))
+    assert everything.kept == ()
+    assert choose(replace(int8, max_kl=1.0, min_agreement=0.0)).kept == ()
+    some = choose(replace(int8, max_kl=everything.price.kl / 2, min_agreement=0.0))
+    assert 0 < len(some.kept) < sum(len(site.products) for site in sites)
+    assert some.price.kl < everything.price.kl
+
+
+def test_the_first_token_apart_is_the_whole_pass(tiny_model: Path, input_ids: Any) -> None:
+    manifest = read_manifest(tiny_model)
+    whole = open_model(tiny_model, manifest, 1)
+    apart = open_model(tiny_model, replace(manifest, first_token_apart=True), 1)
+    for first in (0, 5, 0):
+        ids = np.concatenate([[first], input_ids])
+        np.testing.assert_allclose(apart.run(ids)[0], whole.run(ids)[0], rtol=1e-4, atol=1e-4)
+    assert sorted(apart.first_tokens) == [0, 5]
+    _, theirs = whole.run(input_ids, keep=True)
+    _, ours = apart.run(input_ids, keep=True)
+    for mine, their in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, their, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(apart.run(input_ids[:1])[0], whole.run(input_ids[:1])[0])
+    step = np.array([7], dtype=np.int64)
+    np.testing.assert_allclose(
+        apart.run(step, ours)[0], whole.run(step, theirs)[0], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_streams_may_share_the_first_tokens(tiny_model: Path, input_ids: Any) -> None:
+    manifest = read_manifest(tiny_model)
+    apart = open_model(tiny_model, replace(manifest, first_token_apart=True), 1)
+    prompts = [np.concatenate([[first % 90], input_ids]) for first in range(200)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda ids: apart.run(ids)[0], prompts))
+    assert len(apart.first_tokens) <= 64 + 4
+    whole = open_model(tiny_model, manifest, 1)
+    for hidden, ids in zip(together[:90], prompts[:90], strict=True):
+        np.testing.assert_allclose(hidden, whole.run(ids)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", weights())
+def test_int8_weights_keep_neighbours_within_sixteen_bits(name: str) -> None:
+    weight = weights()[name].astype(np.float32)
+    whole, scale = round_to_int8(weight)
+    padded = np.pad(whole.astype(int), ((0, len(whole) % 2), (0, 0))).reshape(-1, 2, 48)
+    assert np.abs(np.maximum(padded, 0).sum(axis=1)).max() <= 128
+    assert np.abs(np.minimum(padded, 0).sum(axis=1)).max() <= 128
+    assert np.all(np.abs(whole * scale - weight) <= scale / 2 + 1e-7)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+@pytest.mark.parametrize("name", weights())
+def test_an_int8_product_is_exact_on_this_machine(name: str, rows: int) -> None:
+    whole, scale = round_to_int8(weights()[name].astype(np.float32))
+    given = np.random.default_rng(1).integers(200, 256, (rows, len(whole)), dtype=np.uint8)
+    zero = np.uint8(3)
+    node = helper.make_node(
+        "MatMulIntegerToFloat", ["a", "b", "s", "t", "z"], ["y"], domain="com.microsoft"
+    )
+    constants = {"b": whole, "t": scale, "s": np.float32(1), "z": zero}
+    graph = helper.make_graph(
+        [node],
+        "product",
+        [helper.make_tensor_value_info("a", TensorProto.UINT8, given.shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.asarray(value), key) for key, value in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    exact = ((given.astype(np.int64) - 3) @ whole.astype(np.int64)) * scale.astype(np.float64)
+    np.testing.assert_allclose(session.run(None, {"a": given})[0], exact, rtol=1e-5, atol=1e-25)
+
+
+@pytest.mark.parametrize("n_in", [64, 48])
+def test_int4_weights_are_within_half_a_step_of_their_blocks(n_in: int) -> None:
+    weight = np.random.default_rng(0).standard_normal((n_in, 8)).astype(np.float32)
+    packed, scale = round_to_int4(weight)
+    assert packed.shape == (8, 2, 16)
+    whole = np.stack([packed & 15, packed >> 4], axis=-1).reshape(8, 2, 32).astype(int) - 8
+    back = (whole * scale.reshape(8, 2, 1)).reshape(8, 64)[:, :n_in].T
+    assert np.square(back - weight).mean() < 0.01 * np.square(weight).mean()
+
+
+def test_what_is_quantised_already_is_refused(quantised: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="int8 already"):
+        quantize(quantised["int8"], tmp_path / "twice", "int4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_precision_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"'int2'.*int8, int8-fast, int4"):
+        quantize(tiny_model, tmp_path / "out", "int2")
+
+
+def test_a_directory_that_exists_is_never_overwritten(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="exists already"):
+        quantize(tiny_model, tmp_path, "int4")
+
+
+def test_a_graph_without_products_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    directory = copy_model(tiny_model, tmp_path / "empty")
+    network = read_network(directory / GRAPH)
+    assert network.tensors
+    graph = onnx.load(directory / GRAPH)
+    for node in graph.graph.node:
+        if node.op_type == "MatMul":
+            node.op_type = "Gemm"
+            node.attribute.append(helper.make_attribute("alpha", 2.0))
+    (directory / GRAPH).write_bytes(graph.SerializeToString())
+    assert find_sites(read_network(directory / GRAPH)) == []
+
+
+def test_a_written_network_reads_back_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    network = read_network(tiny_model / GRAPH)
+    write_network(network, tmp_path / GRAPH)
+    again = read_network(tmp_path / GRAPH)
+    assert again.tensors.keys() == network.tensors.keys()
+    for name, tensor in network.tensors.items():
+        np.testing.assert_array_equal(again.tensors[name], tensor)
+    assert (tmp_path / GRAPH).stat().st_size < (tmp_path / f"{GRAPH}_data").stat().st_size
+
+
+def test_a_manifest_from_before_quantising_is_read(tiny_model: Path, tmp_path: Path) -> None:
+    directory = copy_model(tiny_model, tmp_path / "old")
+    fields = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    for name in ("first_token_apart", "quantization"):
+        fields.pop(name)
+    (directory / MANIFEST).write_text(json.dumps(fields), encoding="utf-8")
+    manifest = read_manifest(directory)
+    assert not manifest.first_token_apart
+    assert manifest.quantization is None
+
+
+def with_figures(manifest: ExportManifest, **figures: Any) -> ExportManifest:
+    assert manifest.quantization is not None
+    return replace(manifest, quantization={**manifest.quantization, **figures})
+
+
+def test_a_model_below_its_precisions_promise_is_told(quantised: dict[str, Path]) -> None:
+    manifest = read_manifest(quantised["int8"])
+    assert shortfall(with_figures(manifest, n_same_letter=120, mean_kl=0.001)) is None
+    assert "96.7%" in (shortfall(with_figures(manifest, n_same_letter=116, mean_kl=0.001)) or "")
+    assert "0.0060" in (shortfall(with_figures(manifest, n_same_letter=120, mean_kl=0.006)) or "")
+    assert "slower" in verdict(with_figures(manifest, speed_ratio=0.8))
+    assert "1.50 times as fast" in verdict(with_figures(manifest, speed_ratio=1.5))
+
+
+def test_a_price_with_a_margin_is_stricter() -> None:
+    recipe = PRECISIONS["int8"]
+    assert Price(100, 97, 0.005).keeps(recipe)
+    assert not Price(100, 97, 0.005).keeps(recipe, 0.6)
+    assert not Price(100, 96, 0.001).keeps(recipe)
+    assert not Price(100, 99, float("nan")).keeps(recipe)
+
+
+def test_the_command_prints_the_verdict(tiny_model: Path, tmp_path: Path) -> None:
+    app = typer.Typer()
+    add_commands(app)
+    arguments = ["quantize", str(tiny_model), "-o", str(tmp_path / "out"), "--precision", "int4"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "int4 chooses the same letter as fp32 on" in result.stdout
