@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from edge_eval.console import notes, print_json, results, run_app
+from edge_eval.console import notes, print_json, results, run_app, write_text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -366,8 +366,7 @@ def report(
     if as_markdown or as_csv:
         table = markdown if as_markdown else csv_table
         text = table(found, include_incomplete=include_incomplete)
-        sys.stdout.buffer.write(text.encode("utf-8", "replace"))
-        sys.stdout.buffer.flush()
+        write_text(text)
         return
     questions = load_report_questions(found) if texts else None
     write_report(found, output, questions, include_incomplete=include_incomplete)
@@ -450,12 +449,10 @@ def prompts(
         **_filters(task, group, level, country),
     )
     questions = load_questions(config)
-    out = sys.stdout.buffer
     for question in questions.test:
         text = render(question, config.template).text
         line = to_json({"id": question.id, "text": text}) if as_json else f"{text}\n\n{'-' * 40}"
-        out.write(line.encode("utf-8") + b"\n")
-    out.flush()
+        write_text(line + "\n")
     _note_refused(questions)
 
 

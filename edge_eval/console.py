@@ -41,14 +41,22 @@ def notes() -> Console:
 
 def print_json(value: object) -> None:
     """One strict JSON document on stdout, in UTF-8 whatever the terminal's encoding."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2) + "\n"
-    sys.stdout.flush()
+    write_text(json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
+
+
+def write_text(text: str) -> None:
+    """Text on stdout in UTF-8; a reader that has enough (head, less) ends the process quietly."""
     buffer = getattr(sys.stdout, "buffer", None)
     if buffer is None:  # a captured stdout
         sys.stdout.write(text)
-    else:
-        buffer.write(text.encode("utf-8"))
+        return
+    try:
+        sys.stdout.flush()
+        buffer.write(text.encode("utf-8", "replace"))
         buffer.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def run_app(app: Callable[[], Any]) -> NoReturn:
@@ -72,7 +80,4 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
     except Interrupted as interrupted:
         notes().print("Interrupted; what was answered is kept.")
         sys.exit(interrupted.exit_code)
-    except BrokenPipeError:
-        # The reader (head, less) has what it wanted.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)

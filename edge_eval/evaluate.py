@@ -216,10 +216,15 @@ class Asker:
         return [
             EncodedPrompt(
                 prompt.question_id,
-                encode_chat(self._tokenizer, prompt.text, (q.context, q.text, *q.options)),
+                encode_chat(self._tokenizer, prompt.text, self._parts(prompt, q)),
             )
             for prompt, (q, _) in zip(prompts, asked, strict=True)
         ]
+
+    def _parts(self, prompt: Prompt, question: Question) -> list[str]:
+        """The questions' own texts in a chat, shots first, in the order they stand there."""
+        shown = [*self._shots(question)[: prompt.n_shots], rotate(question, prompt.rotation)]
+        return [part for q in shown for part in (q.context, q.text, *q.options)]
 
     def _choose_letter_form(self) -> bool:
         """Whether the cue's last space must go with the letter, so that shots show what is scored.
@@ -233,7 +238,8 @@ class Asker:
             wording = wording_of(self._config.template, space_with_letter=space_with_letter)
             scored = letter_tokens(self._tokenizer, wording.letters[:1], wording.letter_prefix)
             text = shot_text(replace(shot, answer=0), wording) + "\n\n"
-            if letter_inside(self._tokenizer, text, wording.letters[0]) == scored.ids[0]:
+            shown = wording.letter_prefix + wording.letters[0]
+            if letter_inside(self._tokenizer, text, shown) == scored.ids[0]:
                 return space_with_letter
         raise ScoringError(
             f"inside a shot this tokenizer reads {describe_letter(wording.letters[0])} as other "

@@ -94,8 +94,9 @@ class Model:
 
     def logits(self, hidden: Float32Array, rows: "HeadRows") -> Float32Array:
         """The logits (n,) of the rows' tokens behind a last hidden state (hidden,)."""
-        products: Float32Array = rows.weight @ hidden
-        return self._after_head(products, rows.bias)
+        with np.errstate(invalid="ignore", over="ignore"):  # not finite: INVALID, told there
+            products: Float32Array = rows.weight @ hidden
+            return self._after_head(products, rows.bias)
 
     def head_rows(self, token_ids: Sequence[int]) -> "HeadRows":
         """The head's rows for some tokens, copied into memory once."""

@@ -108,9 +108,9 @@ def _typed(fields: dict[str, Any]) -> ExportManifest:
         if not 0 < fields[name] < 1 << 31:
             raise ValueError(f"{name} is {fields[name]}")
     for name, facts in fields["files"].items():
-        types = {"size_bytes": int, "sha256": str}
+        wanted = {"size_bytes": int, "sha256": str}
         if not isinstance(facts, dict) or any(
-            not isinstance(facts.get(key), kind) for key, kind in types.items()
+            not isinstance(facts.get(key), kind) for key, kind in wanted.items()
         ):
             raise TypeError(f"files says {facts!r} of {name!r}")
     return ExportManifest(**{name: fields[name] for name in known})

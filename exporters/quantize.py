@@ -787,28 +787,31 @@ def _write_tables(
     hiddens = [model.run(probe.input_ids)[0] for probe in probes[:N_RANGE_PROMPTS]]
     exact = np.stack([model.logits(hidden, rows) for hidden in hiddens])
     moved = np.stack([model.logits(hidden, halved) for hidden in hiddens]) - exact
-    fits = float(np.abs(moved).max()) <= TABLE_TOLERANCE * float(np.abs(exact).max())
+    close = float(np.abs(moved).max()) <= TABLE_TOLERANCE * float(np.abs(exact).max())
     for name in (HEAD, EMBEDDING):
         if not (source / name).is_file():
             continue
         table = model.head if name == HEAD else model.embedding
-        if fits and table.dtype == np.float32:
+        if close and table.dtype == np.float32 and _fits_float16(table):
             _save_halved(directory / name, table)
         else:
             shutil.copyfile(source / name, directory / name)
 
 
-def _save_halved(path: Path, table: Array) -> None:
-    """The table (vocab, hidden) in float16, a block of rows at a time.
+def _blocks(table: Array) -> Iterator[tuple[int, Array]]:
+    return ((start, table[start : start + 16384]) for start in range(0, len(table), 16384))
 
-    Errors: ExportError when a value has no float16.
-    """
+
+def _fits_float16(table: Array) -> bool:
+    largest = float(np.finfo(np.float16).max)
+    return all(float(np.abs(block).max()) <= largest for _, block in _blocks(table))
+
+
+def _save_halved(path: Path, table: Array) -> None:
+    """The table (vocab, hidden) in float16, a block of rows at a time."""
     halved = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=table.shape)
-    for start in range(0, len(table), 16384):
-        block = table[start : start + 16384]
-        if float(np.abs(block).max()) > float(np.finfo(np.float16).max):
-            raise ExportError(f"{path.name} holds values beyond float16's largest.")
-        halved[start : start + 16384] = block
+    for start, block in _blocks(table):
+        halved[start : start + len(block)] = block
     halved.flush()
 
 

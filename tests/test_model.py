@@ -216,13 +216,13 @@ def weights_in(location: str) -> Callable[[Path], None]:
 
 
 def link_weights(directory: Path) -> None:
-    weights_in("model.onnx_data")(directory)
-    (directory / "model.onnx_data").symlink_to("../outside.bin")
+    weights_in("linked.bin")(directory)
+    (directory / "linked.bin").symlink_to("../outside.bin")
 
 
 def cut_weights(directory: Path) -> None:
-    weights_in("model.onnx_data")(directory)
-    (directory / "model.onnx_data").write_bytes(b"short")
+    weights_in("cut.bin")(directory)
+    (directory / "cut.bin").write_bytes(b"short")
 
 
 def test_weights_beside_the_graph_are_read(
