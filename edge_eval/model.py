@@ -192,13 +192,36 @@ def open_model(directory: Path, manifest: ExportManifest, threads: int) -> Model
         present_names=tuple(name.replace("past_key_values", "present") for name in past),
         load_s=time.perf_counter() - start,
     )
+    _check_shapes(directory, model, inputs["inputs_embeds"].shape[-1])
+    return model
+
+
+def _check_shapes(directory: Path, model: Model, graph_width: int) -> None:
+    """Raise ModelError when graph, tables and manifest cannot be one model's."""
+    manifest = model.manifest
+    width, size = manifest.hidden_size, manifest.vocab_size
+    if graph_width != width:
+        raise ModelError(
+            f"{directory / GRAPH} takes rows of {graph_width} and the manifest says hidden size "
+            f"{width}: the files belong to different models."
+        )
     for file, array in ((HEAD, model.head), (EMBEDDING, model.embedding)):
-        if array.ndim != 2 or array.shape[1] != manifest.hidden_size:
+        if array.ndim != 2 or array.shape[1] != width:
             raise ModelError(
                 f"{directory / file} has shape {array.shape} and the manifest says hidden size "
-                f"{manifest.hidden_size}: the files belong to different models."
+                f"{width}: the files belong to different models."
             )
-    return model
+    if len(model.embedding) < size:
+        name = HEAD if manifest.tied_embedding else EMBEDDING
+        raise ModelError(
+            f"{directory / name} has {len(model.embedding)} rows and the manifest says a "
+            f"vocabulary of {size}: the files belong to different models."
+        )
+    if model.head_bias is not None and model.head_bias.shape != (len(model.head),):
+        raise ModelError(
+            f"{directory / HEAD_BIAS} has shape {model.head_bias.shape} and the head "
+            f"{len(model.head)} rows: the files belong to different models."
+        )
 
 
 def _first_line(error: Exception) -> str:
@@ -222,6 +245,8 @@ def _map_table(path: Path) -> npt.NDArray[Any]:
         if hasattr(mapped, "madvise"):  # not on Windows
             mapped.madvise(mmap.MADV_RANDOM)
         return np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} is missing: export the model again.") from error
     except (ValueError, OverflowError) as error:
         raise ModelError(f"{path} is not a table of rows: {error}. Export again.") from error
 

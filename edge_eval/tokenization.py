@@ -85,8 +85,7 @@ def letter_tokens(tokenizer: Any, letters: Sequence[str], prefix: str = "") -> L
     unknown = tokenizer.token_to_id(_unknown_token(tokenizer) or "")
     ids, pieces = [], []
     for letter in letters:
-        encoding = tokenizer.encode(prefix + letter, add_special_tokens=False)
-        spelling = list(zip(encoding.ids, encoding.tokens, strict=True))
+        spelling = _spell(tokenizer, prefix, letter)
         while not prefix and len(spelling) > 1 and _is_blank(tokenizer, spelling[0]):
             spelling = spelling[1:]
         if not spelling or any(token_id == unknown for token_id, _piece in spelling):
@@ -145,6 +144,16 @@ def _encode(tokenizer: Any, text: str, *, control: bool) -> list[int]:
     finally:
         tokenizer.encode_special_tokens = True
     return ids
+
+
+def _spell(tokenizer: Any, prefix: str, letter: str) -> list[tuple[int, str]]:
+    """The ids and pieces of a letter alone, or with its prefix as they stand behind a cue."""
+    # At a text's beginning some tokenizers put a space of their own before the prefix.
+    cue = ":" if prefix else ""
+    before = tokenizer.encode(cue, add_special_tokens=False).ids
+    after = tokenizer.encode(cue + prefix + letter, add_special_tokens=False)
+    n = len(before) if after.ids[: len(before)] == before else 0
+    return list(zip(after.ids[n:], after.tokens[n:], strict=True))
 
 
 def _is_blank(tokenizer: Any, spelling: tuple[int, str]) -> bool:

@@ -197,8 +197,8 @@ def test_a_record_without_an_end_is_incomplete_and_kept(tmp_path: Path) -> None:
     assert found.observed == {}
 
 
-def test_a_record_cut_at_any_byte_keeps_every_whole_line(whole: Path, tmp_path: Path) -> None:
-    content = whole.read_bytes()
+def test_a_record_cut_at_any_byte_keeps_every_whole_line(tmp_path: Path) -> None:
+    content = write(tmp_path / "whole.jsonl", PREDICTIONS[:2]).read_bytes()
     header_ends = content.index(b"\n") + 1
     path = tmp_path / "cut.jsonl"
     for n_bytes in range(len(content)):
