@@ -29,9 +29,20 @@ class Interrupted(BaseException):
         self.exit_code = exit_code
 
 
+class _Results(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich ends with 1 here; a reader that has enough is no error."""
+        _end_quietly()
+
+
+def _end_quietly() -> NoReturn:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
 def results() -> Console:
     """The console for results."""
-    return Console(highlight=False, soft_wrap=False)
+    return _Results(highlight=False, soft_wrap=False)
 
 
 def notes() -> Console:
@@ -55,8 +66,7 @@ def write_text(text: str) -> None:
         buffer.write(text.encode("utf-8", "replace"))
         buffer.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        _end_quietly()
 
 
 def run_app(app: Callable[[], Any]) -> NoReturn:
@@ -80,4 +90,6 @@ def run_app(app: Callable[[], Any]) -> NoReturn:
     except Interrupted as interrupted:
         notes().print("Interrupted; what was answered is kept.")
         sys.exit(interrupted.exit_code)
+    except BrokenPipeError:
+        _end_quietly()
     sys.exit(0)

@@ -105,7 +105,7 @@ def _typed(fields: dict[str, Any]) -> ExportManifest:
         if name in known and not isinstance(fields[name], types):
             raise TypeError(f"{name} is {fields[name]!r}")
     for name in ("n_layers", "hidden_size", "vocab_size", "max_length"):
-        if not 0 < fields[name] < 1 << 31:
+        if isinstance(fields[name], bool) or not 0 < fields[name] < 1 << 31:
             raise ValueError(f"{name} is {fields[name]}")
     for name, facts in fields["files"].items():
         wanted = {"size_bytes": int, "sha256": str}

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from edge_eval.environment import usable_cores
-from edge_eval.errors import ExportError, ScoringError
+from edge_eval.errors import ExportError, ModelError, ScoringError
 from edge_eval.letters import OPTION_LETTERS, describe_letter
 from edge_eval.model import Model, open_model
-from edge_eval.model_dir import read_manifest, verify_hashes
+from edge_eval.model_dir import MANIFEST, read_manifest, verify_hashes
 from edge_eval.prompts import render
 from edge_eval.questions import load_questions
 from edge_eval.schema import ExportManifest, Float32Array, Int64Array, Prompt, RunConfig
@@ -170,6 +170,25 @@ def check_letters(tokenizer: Any) -> dict[str, str]:
     return findings
 
 
+def _reference(
+    directory: Path, manifest: ExportManifest, n_prompts: int
+) -> tuple[list[int], Float32Array]:
+    """The letters' ids (10,) and the checkpoint's logits (prompts, 10) that an export kept."""
+    try:
+        ids = np.array(manifest.parity["letter_ids"], dtype=np.int64)
+        logits = np.array(manifest.parity["reference_logits"], dtype=np.float32)
+    except (KeyError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"{directory / MANIFEST} keeps no reference to verify against ({error!r}): export again."
+        ) from error
+    n = len(OPTION_LETTERS)
+    if ids.shape != (n,) or logits.shape != (n_prompts, n) or ids.max() >= manifest.vocab_size:
+        raise ModelError(
+            f"{directory / MANIFEST} keeps a reference of another shape or vocabulary: export again."
+        )
+    return ids.tolist(), logits
+
+
 def verify_directory(directory: Path) -> dict[str, Any]:
     """A model directory held against what its manifest says; needs no torch.
 
@@ -183,9 +202,8 @@ def verify_directory(directory: Path) -> dict[str, Any]:
     findings = check_letters(tokenizer)
     prompts = verification_prompts(tokenizer, manifest.sliding_window, manifest.max_length)
     encoded = [item.input_ids for item in encode_prompts(tokenizer, prompts)]
-    ids = list(manifest.parity["letter_ids"])
+    ids, reference = _reference(directory, manifest, len(encoded))
     model = open_model(directory, manifest, usable_cores())
-    reference = np.array(manifest.parity["reference_logits"], dtype=np.float32)
     report = _differences(
         our_logits(model, encoded, ids), reference, continued_logits(model, encoded[-1], ids)
     )
