@@ -217,6 +217,34 @@ def doctor(
 
 
 @app.command()
+def bench(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens.", metavar="N,N,...")
+    ] = "64,128,256,512",
+    threads: ThreadsOption = None,
+    seconds: Annotated[
+        float,
+        typer.Option(min=1, help="Of the sustained run; other series: an eighth for each length."),
+    ] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Latency by prompt length and threads, throughput, load, memory: without questions."""
+    from edge_eval.bench import measure, parse_lengths, print_bench
+
+    def on_step(step: str) -> None:  # lines, no spinner: nothing may run beside what is timed
+        notes().print(f"Measuring: {step}", soft_wrap=True)
+
+    figures = measure(
+        model, parse_lengths(lengths), threads=threads, seconds=seconds, on_step=on_step
+    )
+    if as_json:
+        print_json(figures)
+    else:
+        print_bench(figures, results())
+
+
+@app.command()
 def show(
     record: Annotated[Path, typer.Argument(help="A run record.")],
     paper: Annotated[
