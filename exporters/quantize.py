@@ -210,6 +210,9 @@ class _CarrierSearch:
     def site(self, x: str, products: tuple[Product, ...]) -> Site:
         node = self.producers.get(x)
         if node is not None and self.readers[x] == len(products):
+            if node.op_type == "Reshape" and self.readers.get(node.input[0]) == 1:
+                # The channels stay the last axis where their number stays: a vector of as many says.
+                node = self.producers.get(node.input[0], node)
             width = self.tensors[products[0].weight].shape[0]
             vectors = [
                 Carrier(name)

@@ -123,7 +123,12 @@ def test_the_tables_are_halved_where_the_letters_allow_it(
 
 @pytest.mark.parametrize(
     ("model_type", "fused"),
-    [("llama", True), ("gemma3_text", True), ("qwen2", False), ("gpt2", False)],
+    [
+        ("llama", True),
+        ("gemma3_text", True),
+        ("qwen2", False),
+        ("gpt2", False),
+    ],
 )
 def test_folding_alone_changes_nothing(
     model_type: str, fused: bool, make_checkpoint: Callable[..., Path], tmp_path: Path
