@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_eval.errors import RecordError
@@ -157,6 +157,7 @@ def test_every_line_is_strict_json_in_utf_8(whole: Path) -> None:
         max_size=3,
     )
 )
+@settings(max_examples=50)
 def test_any_prediction_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, predictions: list[Prediction]
 ) -> None:
@@ -197,19 +198,22 @@ def test_a_record_without_an_end_is_incomplete_and_kept(tmp_path: Path) -> None:
     assert found.observed == {}
 
 
-def test_a_record_cut_at_any_byte_keeps_every_whole_line(tmp_path: Path) -> None:
-    content = write(tmp_path / "whole.jsonl", PREDICTIONS[:2]).read_bytes()
-    header_ends = content.index(b"\n") + 1
+def test_a_record_cut_within_its_header_is_none(whole: Path, tmp_path: Path) -> None:
+    header = whole.read_bytes().partition(b"\n")[0]
     path = tmp_path / "cut.jsonl"
-    for n_bytes in range(len(content)):
+    for n_bytes in {*range(0, len(header), 50), len(header)}:
+        path.write_bytes(header[:n_bytes])
+        with pytest.raises(RecordError, match="no whole header"):
+            read_record(path)
+
+
+def test_a_record_cut_at_any_byte_keeps_every_whole_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "record.jsonl", PREDICTIONS[:1])
+    content = path.read_bytes()
+    for n_bytes in range(content.index(b"\n") + 1, len(content)):
         path.write_bytes(content[:n_bytes])
-        if n_bytes < header_ends:
-            with pytest.raises(RecordError, match="no whole header"):
-                read_record(path)
-            continue
         found = read_record(path)
-        n_whole = content[:n_bytes].count(b"\n") - 1
-        assert found.predictions == PREDICTIONS[:n_whole]
+        assert found.predictions == PREDICTIONS[: content[:n_bytes].count(b"\n") - 1]
         assert not found.complete
 
 
