@@ -198,7 +198,8 @@ def _draw(rows: Sequence[Row], **spec: Any) -> str | None:
         return None
     from vl_convert import vegalite_to_svg
 
-    return vegalite_to_svg({"config": CONFIG, "data": {"values": rows}, **spec})
+    svg: str = vegalite_to_svg({"config": CONFIG, "data": {"values": rows}, **spec})
+    return svg
 
 
 def _draw_panels(rows: Sequence[Row], panel: Spec) -> str | None:
