@@ -179,12 +179,11 @@ def find_sites(network: Network) -> list[Site]:
     uses: dict[str, int] = {}
     readers: dict[str, int] = {}
     for node in network.nodes():
+        if node.op_type == "Shape":
+            continue  # reads no value
         for name in node.input:
-            (uses if name in tensors else readers).setdefault(name, 0)
-            if name in tensors:
-                uses[name] += 1
-            else:
-                readers[name] += 1
+            counts = uses if name in tensors else readers
+            counts[name] = counts.get(name, 0) + 1
     for value in network.proto.graph.output:
         readers[value.name] = readers.get(value.name, 0) + 1
     by_input: dict[str, list[Product]] = {}

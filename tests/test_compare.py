@@ -278,13 +278,18 @@ UNLIKE: dict[str, dict[str, Any]] = {
     "normalized": {"scoring": "per-character"},
     "data": {"sha256": "bb" * 32},
 }
+# Conditions the record keeps beside the scoring rule.
+IN_SCORING: dict[str, dict[str, Any]] = {
+    "shots' rows": {"shots_sha256": "cc" * 32},
+    "normalized": {"normalized": True},
+}
 
 
 @pytest.mark.parametrize("field", CONDITIONS)
 def test_runs_that_differ_in_a_condition_are_refused_by_its_name(field: str) -> None:
-    other = record(outcomes("10"), "int8", **UNLIKE[field])
-    if field == "normalized":
-        other = replace(other, scoring={**other.scoring, "normalized": True})
+    other = record(outcomes("10"), "int8", **UNLIKE.get(field, {}))
+    if field in IN_SCORING:
+        other = replace(other, scoring={**other.scoring, **IN_SCORING[field]})
     with pytest.raises(RecordError, match=rf"\b{field} "):
         compare(record(outcomes("11")), [other])
 
