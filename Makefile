@@ -27,6 +27,13 @@ demo: .venv/.demo
 test: .venv/.test
 	$(BIN)/python -m pytest
 
+# Our own parts, then every installed peer, on the demo's model; more rows: DATA=FILE.csv LIMIT=200.
+DATA ?= sample
+LIMIT ?= 100
+bench: .venv/.demo
+	$(BIN)/python benchmarks/parts.py --model edge-eval-demo/gemma-3-270m --data $(DATA) --limit $(LIMIT)
+	$(BIN)/python benchmarks/peers.py --data $(DATA) --limit $(LIMIT)
+
 lint: .venv/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

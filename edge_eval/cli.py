@@ -96,10 +96,11 @@ def demo(
         Path, typer.Option("--dir", help="Where the model and the run go.")
     ] = Path("edge-eval-demo"),
 ) -> None:
-    """The whole tool on a small real model: export, run on the sample, print."""
+    """The whole tool on a small real model: export, run on the sample, print, report."""
     import subprocess
 
     from edge_eval.errors import ExportError
+    from edge_eval.run_record import read_record
     from edge_eval.schema import RunConfig
 
     try:
@@ -120,9 +121,9 @@ def demo(
                 raise typer.Exit(code)
         finally:
             gguf.unlink(missing_ok=True)
-    _run_and_print(
-        RunConfig(model=str(model)), _run_path(directory, model, "sample"), as_json=False
-    )
+    path = _run_path(directory, model, "sample")
+    _run_and_print(RunConfig(model=str(model)), path, as_json=False)
+    _write_report([read_record(path)], directory / "report.html")
 
 
 @app.command()
@@ -250,6 +251,9 @@ def show(
     paper: Annotated[
         bool, typer.Option("--paper", help="Beside the paper's Table 4, where they are alike.")
     ] = False,
+    slices: Annotated[
+        bool, typer.Option("--slices", help="By kind of question too: negation, length, context.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print a run from its record."""
@@ -261,7 +265,7 @@ def show(
     if as_json:
         print_json(summarize(found))
         return
-    print_summary(found, results())
+    print_summary(found, results(), slices=slices)
     if paper:
         print_paper(found, results())
 
@@ -383,9 +387,8 @@ def report(
     ] = False,
 ) -> None:
     """One offline HTML page about runs, or their headline table."""
-    from edge_eval.charts import can_draw
     from edge_eval.errors import OptionError
-    from edge_eval.report import csv_table, load_report_questions, markdown, write_report
+    from edge_eval.report import csv_table, markdown
     from edge_eval.run_record import read_record
 
     if as_markdown and as_csv:
@@ -396,11 +399,7 @@ def report(
         text = table(found, include_incomplete=include_incomplete)
         write_text(text)
         return
-    questions = load_report_questions(found) if texts else None
-    write_report(found, output, questions, include_incomplete=include_incomplete)
-    if not can_draw():
-        notes().print("Tables only: charts need pip install 'edge-eval\\[report]'.", soft_wrap=True)
-    notes().print(f"Report: {output}", soft_wrap=True, markup=False)
+    _write_report(found, output, texts=texts, include_incomplete=include_incomplete)
 
 
 @app.command()
@@ -570,6 +569,19 @@ def _run_and_print(config: Any, path: Path, *, as_json: bool, hashes: bool = Tru
             f"{which} {how}: forward passes gave logits that are not finite. The model or its "
             "precision is broken; try its fp32 export."
         )
+
+
+def _write_report(
+    records: list[Any], output: Path, *, texts: bool = True, include_incomplete: bool = False
+) -> None:
+    from edge_eval.charts import can_draw
+    from edge_eval.report import load_report_questions, write_report
+
+    questions = load_report_questions(records) if texts else None
+    write_report(records, output, questions, include_incomplete=include_incomplete)
+    if not can_draw():
+        _note("tables only: charts need pip install 'edge-eval[report]'.")
+    notes().print(f"Report: {output}", soft_wrap=True, markup=False)
 
 
 def _note(text: str) -> None:

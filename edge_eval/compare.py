@@ -18,6 +18,7 @@ from edge_eval.errors import RecordError
 from edge_eval.likeness import Unlike, find_unlike, name_runs, other_machine
 from edge_eval.metrics import (
     CONFIDENCE,
+    QUESTION_SLICES,
     SLICES,
     Float64Array,
     by,
@@ -77,6 +78,7 @@ class Comparison:
     macro_ci_high: float | None
     groups: Mapping[str, PairedDifference]
     tasks: Mapping[str, PairedDifference]
+    slices: Mapping[str, Mapping[str, PairedDifference]]  # by QUESTION_SLICES
     gained: tuple[str, ...]  # question ids: wrong in the baseline, right in the candidate
     lost: tuple[str, ...]
     n_changed: int  # questions with another option chosen
@@ -262,6 +264,7 @@ def _answers(pairs: Sequence[Row], boot: Bootstrap) -> dict[str, Any]:
         "macro_ci_high": macro_high,
         "groups": groups,
         "tasks": tasks,
+        "slices": {name: _by(pairs, name, boot)[0] for name in QUESTION_SLICES},
         "gained": tuple(b.question_id for a, b in pairs if b.correct and not a.correct),
         "lost": tuple(a.question_id for a, b in pairs if a.correct and not b.correct),
         "n_changed": n_changed,

@@ -18,11 +18,11 @@ from edge_eval.charts import ACCURACY, CHANCE, HIGH, LOW, Row
 from edge_eval.errors import RecordError
 from edge_eval.likeness import CONDITIONS, MACHINE
 from edge_eval.metrics import Accuracy, Float64Array, Latency, LetterShare, MacroAccuracy
+from edge_eval.questions import SAMPLE_NOTE
 from edge_eval.schema import Prediction, RunRecord
 
 Cell: TypeAlias = str | int | float | None
 
-SAMPLE_NOTE = "a smoke sample, not the benchmark"
 PAPER_TEMPLATES = ("en-latin", "en-arabic", "ar-latin", "ar-arabic")
 MANY_PARTS = 12  # a slice of more is folded away
 MIN_BIN = 10  # latencies, so that quartiles mean something

@@ -353,6 +353,12 @@ def _length_terciles(predictions: Sequence[Prediction]) -> list[str]:
     return [("short", "medium", "long")[third] for third in thirds]
 
 
+def slice_label(slice_name: str, part: str) -> str:
+    """A part's name where its slice's is not beside it."""
+    words = {"n_options": f"{part} options", "length": f"{part} questions"}
+    return words.get(slice_name, part)
+
+
 NONE = "none"  # the label of an empty column
 
 # Groups in the order of the paper's Table 4, then what has an order of its own.
@@ -374,3 +380,6 @@ SLICES: dict[str, Labels] = {
     "negation": _each(lambda p: "negated" if p.negated else "not negated"),
     "length": _length_terciles,
 }
+
+# The slices by what a question is like rather than where it comes from.
+QUESTION_SLICES = ("n_options", "context", "negation", "length")

@@ -28,6 +28,9 @@ from edge_eval.schema import (
     task_name,
 )
 
+# Said beside every figure of the bundled questions.
+SAMPLE_NOTE = "a smoke sample, not the benchmark"
+
 HUB_REPOSITORY = "MBZUAI/ArabicMMLU"
 HUB_REVISION = "7aa530e2893ac420352b3f5c1a1310c010e9758b"
 

@@ -8,12 +8,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from edge_eval import metrics
-from edge_eval.metrics import Accuracy
+from edge_eval.metrics import Accuracy, slice_label
+from edge_eval.questions import SAMPLE_NOTE
 from edge_eval.rescore import rescore, unrotated
 from edge_eval.schema import RunRecord
 from edge_eval.scoring import PROTOCOLS
-
-SAMPLE_NOTE = "a smoke sample of edge-eval's own, not the benchmark"
 
 
 def summarize(record: RunRecord) -> dict[str, Any]:
@@ -47,6 +46,10 @@ def summarize(record: RunRecord) -> dict[str, Any]:
         "macro_accuracy": _fields(macro),
         "groups": {k: _fields(v) for k, v in metrics.by(predictions, "group").items()},
         "tasks": {k: _fields(v) for k, v in metrics.by(predictions, "task").items()},
+        "slices": {
+            name: {k: _fields(v) for k, v in metrics.by(predictions, name).items()}
+            for name in metrics.QUESTION_SLICES
+        },
         "latency": {
             "scenario": record.config.scenario,
             "reuse": record.config.reuse,
@@ -97,8 +100,8 @@ def _fields(result: Any) -> dict[str, Any]:
     return {name: getattr(result, name) for name in result.__dataclass_fields__}
 
 
-def print_summary(record: RunRecord, console: Console) -> None:
-    """The run as tables: accuracy with what it is worth, then time and memory."""
+def print_summary(record: RunRecord, console: Console, *, slices: bool = False) -> None:
+    """The run as tables: accuracy with what it is worth, by kind of question if asked, cost."""
     figures = summarize(record)
     sample = f" ({SAMPLE_NOTE})" if record.data.kind == "sample" else ""
     console.print(
@@ -122,7 +125,7 @@ def print_summary(record: RunRecord, console: Console) -> None:
             "the options in their own order.",
             soft_wrap=True,
         )
-    console.print(_accuracy_table(record))
+    console.print(_accuracy_table(record, slices=slices))
     _print_counts(figures, console)
     console.print(_cost_table(figures))
 
@@ -136,14 +139,18 @@ def _protocol_words(protocol: Mapping[str, Any]) -> str:
     )
 
 
-def _accuracy_table(record: RunRecord) -> Table:
+def _accuracy_table(record: RunRecord, *, slices: bool) -> Table:
     table = Table("accuracy", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("n", "%", "95 % interval", "chance %"):
         table.add_column(heading, justify="right")
-    for name, accuracy in metrics.by(unrotated(record.predictions), "group").items():
+    predictions = unrotated(record.predictions)
+    for name, accuracy in metrics.by(predictions, "group").items():
         table.add_row(name, *_cells(accuracy))
-    micro = metrics.micro_accuracy(unrotated(record.predictions))
-    macro = metrics.macro_accuracy(unrotated(record.predictions))
+    for slice_name in metrics.QUESTION_SLICES if slices else ():
+        for part, accuracy in metrics.by(predictions, slice_name).items():
+            table.add_row(slice_label(slice_name, part), *_cells(accuracy))
+    micro = metrics.micro_accuracy(predictions)
+    macro = metrics.macro_accuracy(predictions)
     table.add_section()
     error = f" ± {micro.standard_error:.1%}".replace("%", "") if micro.standard_error else ""
     cells = _cells(micro)
@@ -156,6 +163,9 @@ def _accuracy_table(record: RunRecord) -> Table:
         _interval(macro.ci_low, macro.ci_high),
         "",
     )
+    if micro.value_of_all is not None:
+        n_all = str(len(predictions))
+        table.add_row("micro, unscored as wrong", n_all, _percent(micro.value_of_all), "", "")
     table.add_row("always the first option", str(micro.n_scored), _percent(micro.always_a), "", "")
     table.add_row("most common answer", str(micro.n_scored), _percent(micro.majority), "", "")
     return table

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from edge_eval.compare import ALPHA, Comparison, PairedDifference, Ranking, Ratio
+from edge_eval.metrics import slice_label
 
 N_IDS_SHOWN = 8
 
@@ -82,6 +83,7 @@ def print_comparison(ranking: Ranking, console: Console) -> None:
         if c.n_unscored:
             console.print(f"Left out, not scored in every run: {c.n_unscored:,} questions.")
         console.print(_difference_table(c))
+        console.print(_slices_table(c))
         for what, ids in (("gained", c.gained), ("lost", c.lost)):
             shown = ", ".join(ids[:N_IDS_SHOWN]) + (", ..." if len(ids) > N_IDS_SHOWN else "")
             console.print(
@@ -116,6 +118,22 @@ def _difference_table(c: Comparison) -> Table:
     macro = _interval(c.macro_ci_low, c.macro_ci_high)
     name = f"macro ({len(c.tasks)} tasks)"
     table.add_row(name, str(c.micro.n), "", "", _points(c.macro_difference), macro, "")
+    return table
+
+
+def _slices_table(c: Comparison) -> Table:
+    table = Table("kind of question", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in (
+        "n",
+        escape(c.baseline),
+        escape(c.candidate),
+        "points",
+        "95 % interval",
+        "p (Holm)",
+    ):
+        table.add_column(heading, justify="right", overflow="fold")
+    for name, parts in c.slices.items():
+        _add_rows(table, {slice_label(name, part): d for part, d in parts.items()})
     return table
 
 

@@ -44,7 +44,7 @@ from edge_eval.questions import load_questions
 from edge_eval.schema import ExportManifest, Float32Array, Int64Array, RunConfig
 from edge_eval.tokenization import encode_prompts, load_tokenizer
 from exporters.huggingface import new_directory
-from exporters.verify import TEMPLATES, single_letter_ids, verify_directory
+from exporters.verify import TEMPLATES, measure_directory, single_letter_ids
 
 GRAPH_DATA = GRAPH + "_data"
 
@@ -768,7 +768,7 @@ def quantize(source: Path, output: Path, precision: str) -> ExportManifest:
         }
         ours = replace(ours, quantization=quantization)
         write_manifest(directory, ours)
-        report = verify_directory(directory)
+        report = measure_directory(directory)
         again = ("logit_max_difference", "logit_scale", "n_same_letter", "past_max_difference")
         parity = {k: v for k, v in manifest.parity.items() if k != "hidden_max_difference"}
         ours = replace(ours, parity=parity | {name: report[name] for name in again})

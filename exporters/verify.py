@@ -4,7 +4,7 @@ An export that fails here leaves nothing behind. The reference's letter logits s
 manifest, so that `edge-eval verify DIR` can hold the graph against them again without torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,11 @@ TEMPLATES = ("en-latin", "ar-arabic", "en-arabic", "ar-latin")
 # Of the logits' largest magnitude. fp32 sums in another order differ by 1e-5; a lost window,
 # a missing norm or a wrong rotary table by more than this.
 MAX_DIFFERENCE = 1e-2
+
+# A quantised graph is held against what it did when it was made: another processor rounds
+# otherwise, a broken one is off by far more.
+MAX_GROWTH = 2.0
+MAX_OTHER_LETTERS = 2
 
 # A prompt past the window by this many tokens shows whether the window survived the export.
 BEYOND_WINDOW = 64
@@ -111,7 +116,7 @@ def compare_with_checkpoint(
         "letter_ids": ids,
         "reference_logits": [[round(float(v), 5) for v in row] for row in logits_reference],
     }
-    _judge(report)
+    _judge(report, "Nothing was written; please report the architecture.")
     check_letters(tokenizer)
     return report
 
@@ -131,19 +136,32 @@ def _differences(
     }
 
 
-def _judge(report: dict[str, Any]) -> None:
+def _judge(report: dict[str, Any], then: str) -> None:
+    """Raise ExportError, ending in ``then``, when the figures are not one model's."""
     worst = max(report["logit_max_difference"], report["past_max_difference"])
     # Not "worst > bound": a NaN must fail.
     if not worst <= MAX_DIFFERENCE * report["logit_scale"]:
         raise ExportError(
             f"the exported graph and the checkpoint disagree: letter logits differ by up to {worst:.3g} "
-            f"where the largest is {report['logit_scale']:.3g}. Nothing was written; please report the "
-            "architecture."
+            f"where the largest is {report['logit_scale']:.3g}. {then}"
         )
     if report["n_same_letter"] != report["n_prompts"]:
         raise ExportError(
             f"the exported graph and the checkpoint choose the same letter for only "
-            f"{report['n_same_letter']} of {report['n_prompts']} prompts. Nothing was written."
+            f"{report['n_same_letter']} of {report['n_prompts']} prompts. {then}"
+        )
+
+
+def _judge_quantised(report: dict[str, Any], made: Mapping[str, Any]) -> None:
+    """Raise ModelError when a quantised graph is further off than when it was made."""
+    worst, bound = report["logit_max_difference"], made["logit_max_difference"] * MAX_GROWTH
+    n, n_made = report["n_same_letter"], made["n_same_letter"]
+    if not worst <= bound or n < n_made - MAX_OTHER_LETTERS:
+        raise ModelError(
+            f"the quantised graph is further from its checkpoint than when it was made: letter "
+            f"logits differ by up to {worst:.3g} ({made['logit_max_difference']:.3g} then), "
+            f"{n} of {report['n_prompts']} best letters are the same ({n_made} then). "
+            "Quantize again on this machine."
         )
 
 
@@ -196,6 +214,16 @@ def verify_directory(directory: Path) -> dict[str, Any]:
     of the export's own prompts against the checkpoint's, with and without past.
     Errors: ModelError or ExportError naming what failed.
     """
+    report = measure_directory(directory)
+    if report["precision"] == "fp32":
+        _judge(report, "Export the model again.")
+    else:
+        _judge_quantised(report, read_manifest(directory).parity)
+    return report
+
+
+def measure_directory(directory: Path) -> dict[str, Any]:
+    """verify_directory's figures, not judged. Errors: as there, but for the differences."""
     manifest = read_manifest(directory)
     verify_hashes(directory, manifest)
     tokenizer = load_tokenizer(directory)
@@ -208,6 +236,4 @@ def verify_directory(directory: Path) -> dict[str, Any]:
         our_logits(model, encoded, ids), reference, continued_logits(model, encoded[-1], ids)
     )
     report |= {"n_prompts": len(encoded), "longest_tokens": max(map(len, encoded))}
-    if manifest.precision == "fp32":
-        _judge(report)
     return report | {"letters": findings, "precision": manifest.precision}

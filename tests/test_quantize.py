@@ -13,10 +13,10 @@ import onnxruntime as ort
 import pytest
 import typer
 from onnx import TensorProto, helper, numpy_helper
-from test_model_dir import copy_model
+from test_model_dir import copy_model, seal
 from typer.testing import CliRunner
 
-from edge_eval.errors import ExportError
+from edge_eval.errors import ExportError, ModelError
 from edge_eval.evaluate import evaluate
 from edge_eval.model import open_model
 from edge_eval.model_dir import GRAPH, MANIFEST, read_manifest, verify_hashes
@@ -88,6 +88,16 @@ def test_a_quantised_model_opens_scores_and_stays_close(
     allowed = 0.6 if precision == "int4" else 0.1
     assert np.abs(ours - theirs).max() < allowed * np.abs(theirs).max()
     assert verify_directory(directory)["precision"] == precision
+
+
+def test_a_quantised_graph_further_off_than_when_it_was_made_is_told(
+    quantised: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = copy_model(quantised["int8"], tmp_path)
+    head = np.load(directory / "lm_head.npy")
+    np.save(directory / "lm_head.npy", head * head.dtype.type(3))
+    with pytest.raises(ModelError, match="further from its checkpoint than when it was made"):
+        verify_directory(seal(directory))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
