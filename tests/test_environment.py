@@ -1,4 +1,5 @@
 import json
+import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from edge_eval.environment import (
     memory_limit,
     parse_sysctl,
     peak_memory,
+    release_memory,
     read_energy_j,
     thermal_throttle_count,
     usable_cores,
@@ -85,6 +87,20 @@ def test_this_process_has_a_peak_no_lower_than_what_it_holds() -> None:
     assert peak >= len(ballast)
     if memory["rss_anon_bytes"] is not None:
         assert len(ballast) <= memory["rss_anon_bytes"] <= peak
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone keeps what is freed")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    blocks = [bytes(4096) for _ in range(25_000)]
+    last = blocks[-1]  # holds the heap's end, so that freeing alone gives nothing back
+    del blocks
+    before = peak_memory()["rss_anon_bytes"]
+    release_memory()
+    after = peak_memory()["rss_anon_bytes"]
+    assert before is not None
+    assert after is not None
+    assert before - after > 50e6
+    assert len(last) == 4096
 
 
 def test_a_machine_that_tells_nothing_is_still_described(tmp_path: Path) -> None:
