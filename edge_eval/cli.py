@@ -383,6 +383,9 @@ def report(
     texts: Annotated[
         bool, typer.Option(help="Show the questions' texts, read again from the runs' data.")
     ] = True,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="With the paper's Table 4, where they are alike.")
+    ] = False,
     include_incomplete: Annotated[
         bool, typer.Option("--include-incomplete", help="Interrupted runs too, labelled.")
     ] = False,
@@ -400,7 +403,7 @@ def report(
         text = table(found, include_incomplete=include_incomplete)
         write_text(text)
         return
-    _write_report(found, output, texts=texts, include_incomplete=include_incomplete)
+    _write_report(found, output, texts=texts, include_incomplete=include_incomplete, paper=paper)
 
 
 @app.command()
@@ -572,14 +575,12 @@ def _run_and_print(config: Any, path: Path, *, as_json: bool, hashes: bool = Tru
         )
 
 
-def _write_report(
-    records: list[Any], output: Path, *, texts: bool = True, include_incomplete: bool = False
-) -> None:
+def _write_report(records: list[Any], output: Path, *, texts: bool = True, **options: bool) -> None:
     from edge_eval.charts import can_draw
     from edge_eval.report import load_report_questions, write_report
 
     questions = load_report_questions(records) if texts else None
-    write_report(records, output, questions, include_incomplete=include_incomplete)
+    write_report(records, output, questions, **options)
     if not can_draw():
         _note("tables only: charts need pip install 'edge-eval[report]'.")
     notes().print(f"Report: {output}", soft_wrap=True, markup=False)

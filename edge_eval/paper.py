@@ -6,6 +6,7 @@ Arabic", arXiv:2402.12840, Table 4: zero-shot accuracy with English prompt and L
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -62,13 +63,17 @@ def why_not_beside(record: RunRecord) -> str | None:
     return f"{n_unscored:,} questions were not scored" if n_unscored else None
 
 
-def beside_paper(record: RunRecord) -> tuple[Published, ...]:
-    """Table 4 with the run among its rows, by average; ask why_not_beside first."""
-    groups = by(record.predictions, "group")
-    results = [*(groups[name] for name in TASKS), micro_accuracy(record.predictions)]
-    percent = tuple(100 * result.n_correct / result.n_scored for result in results)
-    rows = (*TABLE_4, Published(record.manifest.name, percent, is_run=True))
+def beside_paper(records: Mapping[str, RunRecord]) -> tuple[Published, ...]:
+    """Table 4 with the runs, by their names, among its rows; ask why_not_beside first."""
+    rows = [*TABLE_4, *(_as_row(name, record) for name, record in records.items())]
     return tuple(sorted(rows, key=lambda row: row.percent[-1]))
+
+
+def _as_row(name: str, record: RunRecord) -> Published:
+    groups = by(record.predictions, "group")
+    results = [*(groups[group] for group in TASKS), micro_accuracy(record.predictions)]
+    percent = tuple(100 * result.n_correct / result.n_scored for result in results)
+    return Published(name, percent, is_run=True)
 
 
 def print_paper(record: RunRecord, console: Console) -> None:
@@ -81,7 +86,7 @@ def print_paper(record: RunRecord, console: Console) -> None:
     table = Table("Table 4, %", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in COLUMNS:
         table.add_column(heading, justify="right")
-    for row in beside_paper(record):
+    for row in beside_paper({record.manifest.name: record}):
         cells = [f"{value:.1f}" for value in row.percent]
         table.add_row(row.model, *cells, style="bold" if row.is_run else None)
     console.print(table)

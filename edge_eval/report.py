@@ -20,6 +20,7 @@ from markupsafe import Markup
 from edge_eval import __version__, charts, figures, metrics
 from edge_eval.errors import DataError, RecordError
 from edge_eval.figures import Cell, Run, number, percent, plain
+from edge_eval.paper import COLUMNS, beside_paper, why_not_beside
 from edge_eval.prompts import rotate
 from edge_eval.questions import load_questions
 from edge_eval.schema import Prediction, Question, RunRecord, Status
@@ -35,12 +36,14 @@ def write_report(
     questions: Texts | None,
     *,
     include_incomplete: bool = False,
+    paper: bool = False,
 ) -> None:
     """Write the page; ``questions`` are load_report_questions()'s, or None to show ids only.
 
+    paper: with the paper's Table 4, the runs that may stand there among its rows.
     Errors: RecordError for no record, an incomplete one, or a place that cannot be written.
     """
-    page = render_page(records, questions, include_incomplete=include_incomplete)
+    page = render_page(records, questions, include_incomplete=include_incomplete, paper=paper)
     if output.resolve() in {Path(record.path).resolve() for record in records if record.path}:
         raise RecordError(f"{output} is one of the run records: name another file with -o.")
     try:
@@ -92,7 +95,11 @@ def csv_table(records: Sequence[RunRecord], *, include_incomplete: bool = False)
 
 
 def render_page(
-    records: Sequence[RunRecord], questions: Texts | None, *, include_incomplete: bool = False
+    records: Sequence[RunRecord],
+    questions: Texts | None,
+    *,
+    include_incomplete: bool = False,
+    paper: bool = False,
 ) -> str:
     """The whole page as text. Errors: as write_report."""
     runs = figures.examine(records, include_incomplete=include_incomplete)
@@ -119,6 +126,7 @@ def render_page(
         slices=[figures.accuracy_by(runs, name) for name in metrics.SLICES],
         ceiling=metrics.ACCURACY_CEILING * 100,
         matrices=figures.prompt_matrices(runs),
+        paper=_beside_paper(runs) if paper else None,
         choices=[figures.letter_choice(runs), figures.reliability(runs)],
         times=[
             figures.latency_distribution(runs),
@@ -139,6 +147,16 @@ def render_page(
         svg=Markup,  # vl-convert escapes the texts in what it draws
     )
     return page.lstrip()
+
+
+def _beside_paper(runs: Sequence[Run]) -> dict[str, Any]:
+    reasons = {run.label: why_not_beside(run.record) for run in runs}
+    alike = {run.label: run.record for run in runs if reasons[run.label] is None}
+    return {
+        "columns": COLUMNS,
+        "rows": beside_paper(alike),
+        "reasons": {label: reason for label, reason in reasons.items() if reason},
+    }
 
 
 def embed_json(value: object) -> Markup:

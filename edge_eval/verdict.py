@@ -12,6 +12,7 @@ from edge_eval.compare import ALPHA, Comparison, PairedDifference, Ranking, Rati
 from edge_eval.metrics import slice_label
 
 N_IDS_SHOWN = 8
+MAX_HEADING = 16  # characters
 
 
 def comparison_json(ranking: Ranking) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def comparison_json(ranking: Ranking) -> dict[str, Any]:
 def describe(comparison: Comparison) -> str:
     """The comparison in one sentence."""
     c = comparison
-    questions = "1 question" if c.n_changed == 1 else f"{c.n_changed:,} questions"
+    questions = f"{c.n_changed:,} of {c.micro.n:,} questions"
     words = [
         f"{c.candidate} answers {questions} differently"
         if c.n_changed
@@ -105,10 +106,16 @@ def _ranking_table(ranking: Ranking) -> Table:
     return table
 
 
+def _headings(c: Comparison) -> tuple[str, str]:
+    """The runs' names where a column holds them; the sentence above has them in full."""
+    if max(len(c.baseline), len(c.candidate)) > MAX_HEADING:
+        return "baseline", "candidate"
+    return escape(c.baseline), escape(c.candidate)
+
+
 def _difference_table(c: Comparison) -> Table:
     table = Table("accuracy", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    names = escape(c.baseline), escape(c.candidate)
-    for heading in ("n", *names, "points", "95 % interval", "p (Holm)"):
+    for heading in ("n", *_headings(c), "points", "95 % interval", "p (Holm)"):
         table.add_column(heading, justify="right", overflow="fold")
     _add_rows(table, c.groups)
     # Forty tasks would bury the groups: those that stand out are named, the JSON has them all.
@@ -123,14 +130,7 @@ def _difference_table(c: Comparison) -> Table:
 
 def _slices_table(c: Comparison) -> Table:
     table = Table("kind of question", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in (
-        "n",
-        escape(c.baseline),
-        escape(c.candidate),
-        "points",
-        "95 % interval",
-        "p (Holm)",
-    ):
+    for heading in ("n", *_headings(c), "points", "95 % interval", "p (Holm)"):
         table.add_column(heading, justify="right", overflow="fold")
     for name, parts in c.slices.items():
         _add_rows(table, {slice_label(name, part): d for part, d in parts.items()})
@@ -157,7 +157,8 @@ def _cost_table(c: Comparison) -> Table:
         f"mean KL {c.mean_kl:.4f} nats, mean total variation {c.mean_total_variation:.4f}",
     )
     for name, ratio in (("latency", c.latency), ("peak memory", c.memory), ("size", c.size)):
-        runs = escape(f"{c.candidate} / {c.baseline}")
+        baseline, candidate = _headings(c)
+        runs = f"{candidate} / {baseline}"
         table.add_row(f"{name}, {runs}", escape(_ratio(ratio)))
     return table
 

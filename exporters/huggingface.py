@@ -196,7 +196,7 @@ def write_model_directory(
             scale = FAMILIES[config.model_type].embedding_scale(config)
         manifest = ExportManifest(
             schema_version=SCHEMA_VERSION,
-            name=source.name,
+            name=source.name.removesuffix(".gguf"),
             source=source.name,
             revision=source.revision,
             architecture=config.model_type,

@@ -498,7 +498,7 @@ def comparison(**changes: Any) -> Comparison:
 
 def test_the_sentence_says_all_that_decides() -> None:
     assert describe(comparison()) == (
-        "int8 answers 12 questions differently; its accuracy is not distinguishable from fp32's "
+        "int8 answers 12 of 1,000 questions differently; its accuracy is not distinguishable from fp32's "
         "(-0.3 points, -1.1 to +0.5); it is 1.9 times faster and needs 0.45 of the memory."
     )
 
@@ -506,7 +506,7 @@ def test_the_sentence_says_all_that_decides() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"n_changed": 1}, "int8 answers 1 question differently;"),
+        ({"n_changed": 1}, "int8 answers 1 of 1,000 questions differently;"),
         ({"n_changed": 0}, "int8 answers every question as fp32 does;"),
         (
             {"micro": PairedDifference(9, 0.4, 0.5, 0.1, 0.02, 0.18, 4, 0, 0.01, 0.02)},
@@ -551,7 +551,7 @@ def printed(*records: RunRecord, **options: Any) -> str:
 
 def test_two_runs_print_a_sentence_and_tables_without_a_ranking() -> None:
     text = printed(record(outcomes("1" * 8)), record(outcomes("0" * 8), "int8"))
-    assert text.startswith("int8 answers 8 questions differently; its accuracy is lower")
+    assert text.startswith("int8 answers 8 of 8 questions differently; its accuracy is lower")
     assert "Biology (High School)" in text  # a task that stands out
     assert "lost 8: q0, q1" in text
     assert "gained 0\n" in text
@@ -579,7 +579,7 @@ def test_the_json_form_is_strict_and_holds_every_id_and_the_sentence() -> None:
     value = json.loads(json.dumps(comparison_json(compare(runs[0], runs[1:])), allow_nan=False))
     (found,) = value["comparisons"]
     assert len(found["lost"]) == 40
-    assert found["sentence"].startswith("int8 answers 40 questions differently")
+    assert found["sentence"].startswith("int8 answers 40 of 40 questions differently")
     assert found["groups"]["STEM"]["n"] == 40
     assert [place["run"] for place in value["ranking"]] == ["fp32", "int8"]
 
@@ -588,3 +588,12 @@ def test_a_hash_is_shortened_only_in_words() -> None:
     found = Unlike("data", "a" * 64, "b" * 64)
     assert str(found) == f"data {'a' * 12} / {'b' * 12}"
     assert found.baseline == "a" * 64
+
+
+def test_long_names_do_not_break_the_columns() -> None:
+    long = record(outcomes("10"), name="SmolLM2-135M-Instruct.Q4_1")
+    console = Console(file=StringIO(), width=100)
+    print_comparison(compare(record(outcomes("11")), [long]), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "SmolLM2-135M-Instruct.Q4_1 answers 1 of 2 questions differently" in text
+    assert "baseline  candidate" in text

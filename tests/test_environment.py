@@ -15,8 +15,8 @@ from edge_eval.environment import (
     memory_limit,
     parse_sysctl,
     peak_memory,
-    release_memory,
     read_energy_j,
+    release_memory,
     thermal_throttle_count,
     usable_cores,
 )

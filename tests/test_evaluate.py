@@ -27,6 +27,7 @@ from edge_eval.evaluate import evaluate, prepare
 from edge_eval.letters import ARABIC, LATIN, OPTION_LETTERS
 from edge_eval.model import open_model
 from edge_eval.model_dir import read_manifest
+from edge_eval.prompts import render
 from edge_eval.questions import load_questions
 from edge_eval.run_record import read_record
 from edge_eval.schema import Question, RunConfig, RunRecord, Status
@@ -496,3 +497,29 @@ def test_control_tokens_in_a_row_stay_text_in_a_chat(
         ids = item.input_ids.tolist()
         # The template's own: one BOS, and an EOS behind each turn.
         assert (ids[0], ids.count(BOS), ids.count(EOS)) == (BOS, 1, 1 + 2 * shots)
+
+
+# ---- against the authors' code
+
+
+@pytest.mark.parametrize(("prompt", "letters"), [("en", LATIN), ("ar", ARABIC)])
+def test_predictions_are_those_of_the_papers_rule_in_torch(
+    prompt: str, letters: tuple[str, ...], run: Callable[..., RunRecord], tiny_checkpoint: Path
+) -> None:
+    """Transcribed from mbzuai-nlp/ArabicMMLU, util_compute.py at 8d5b148, for causal models."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    alphabet = "latin" if letters == LATIN else "arabic"
+    record = run(prompt=prompt, letters=alphabet, limit=None)
+    questions = {question.id: question for question in load_questions(RunConfig()).test}
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint).eval()
+    for prediction in record.predictions:
+        text = render(questions[prediction.question_id], record.config.template).text
+        with torch.no_grad():
+            logits = model(**tokenizer(text, return_tensors="pt")).logits[0, -1]
+        present = letters[: len(prediction.letters)]
+        ids = [tokenizer(letter).input_ids[-1] for letter in present]
+        confidence = torch.softmax(logits[ids], dim=0)
+        assert prediction.predicted == int(torch.argmax(confidence))

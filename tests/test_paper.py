@@ -1,3 +1,4 @@
+import html
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
@@ -9,6 +10,7 @@ from test_compare import answer, record
 
 from edge_eval.paper import BENCHMARK, TABLE_4, beside_paper, print_paper, why_not_beside
 from edge_eval.questions import TASKS
+from edge_eval.report import render_page
 from edge_eval.schema import Prediction, RunRecord, Status
 
 
@@ -84,7 +86,7 @@ def test_an_interrupted_run_and_an_unscored_question_are_named(whole: RunRecord)
 
 def test_the_run_stands_among_the_rows_by_its_average(whole: RunRecord) -> None:
     wrong = [replace(p, predicted=1) if p.index % 2 else p for p in whole.predictions]
-    rows = beside_paper(replace(whole, predictions=tuple(wrong)))
+    rows = beside_paper({whole.manifest.name: replace(whole, predictions=tuple(wrong))})
     (place,) = [i for i, row in enumerate(rows) if row.is_run]
     assert rows[place].percent[-1] == pytest.approx(50.0, abs=0.1)
     assert (rows[place - 1].model, rows[place + 1].model) == ("BLOOMZ 7B", "AceGPT-chat 13B")
@@ -100,3 +102,12 @@ def test_the_table_or_the_reason_is_printed(whole: RunRecord) -> None:
     assert "tiny" in printed(whole)
     assert "Jais-chat 30B" in printed(whole)
     assert printed(record([answer(0)])).startswith("Not set beside the paper's Table 4: data: 1 ")
+
+
+def test_the_report_sets_runs_beside_the_table_or_says_why_not(whole: RunRecord) -> None:
+    asked_otherwise = replace(whole, config=replace(whole.config, shots=3), path="other.jsonl")
+    page = render_page([whole, asked_otherwise], None, paper=True)
+    assert "BLOOMZ 560M" in page
+    assert page.count("is not set beside the paper") == 1
+    assert "shots: 3, and the paper" in html.unescape(page)
+    assert "BLOOMZ 560M" not in render_page([record([answer(1)])], None)
