@@ -256,19 +256,7 @@ def run(
         **_filters(task, group, level, country),
     )
     if endpoint is not None and scoring is None:
-        from dataclasses import replace
-
-        from edge_eval.evaluate import choose_scoring
-
-        config = replace(config, scoring=choose_scoring(replace(config, scoring="argmax")))
-        _note(
-            f"scoring {config.scoring}: the endpoint "
-            + (
-                "tells of the likeliest tokens."
-                if config.scoring == "argmax"
-                else "gives no log-probabilities, so answers are read from what it writes."
-            )
-        )
+        config = _choose_scoring(config)
     folder, of = Path("runs"), Path(_file_name(name)) if endpoint is not None else Path(name)
     if resume:
         path = _begun_path(folder, of, config.template, output)
@@ -609,6 +597,21 @@ def _endpoint_settings(
     }
 
 
+def _choose_scoring(config: Any) -> Any:
+    """The config with the scoring that its endpoint can serve, which is told."""
+    from dataclasses import replace
+
+    from edge_eval.evaluate import choose_scoring
+
+    scoring = choose_scoring(replace(config, scoring="argmax"))
+    why = {
+        "argmax": "the endpoint tells of the likeliest tokens.",
+        "generated": "the endpoint gives no log-probabilities, so its answers are read from text.",
+    }
+    _note(f"scoring {scoring}: {why[scoring]}")
+    return replace(config, scoring=scoring)
+
+
 def _file_name(name: str) -> str:
     """A served model's name as a part of a file's name on any system."""
     return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "model"
@@ -669,11 +672,12 @@ def _run_and_print(config: Any, path: Path, *, as_json: bool, hashes: bool = Tru
         sum(p.status is status for p in record.predictions)
         for status in (Status.SCORED, Status.INVALID, Status.UNSEEN)
     )
-    if n_unseen and not n_scored:
+    if config.endpoint and not n_scored:
+        n_long = len(record.predictions) - n_unseen
         raise EndpointError(
-            "no question could be scored: no letter was ever among the endpoint's likeliest "
-            f"{config.top_logprobs} tokens. Ask for more with --top-logprobs, try --protocol lm-eval, "
-            "or use --scoring generated."
+            f"no question could be scored: {n_long:,} prompts were too long for the endpoint, and "
+            f"{n_unseen:,} times no letter was among its likeliest {config.top_logprobs} tokens. Ask "
+            "for more with --top-logprobs, try --protocol lm-eval, or use --scoring generated."
         )
     if n_invalid:
         which = f"{n_invalid:,} questions" if n_scored else "no question"

@@ -63,8 +63,8 @@ def summarize(record: RunRecord) -> dict[str, Any]:
             "latency_p99_ms": timing.p99_ms,
             "latency_max_ms": timing.max_ms,
             "latency_mean_ms": timing.mean_ms,
-            "mean_tokens": timing.mean_tokens,
-            "prompt_tokens_per_s": timing.tokens_per_s,
+            "mean_tokens": timing.mean_tokens or None,  # 0 where an endpoint does not count them
+            "prompt_tokens_per_s": None if record.config.endpoint else timing.tokens_per_s,
             "drift": timing.drift,
         },
         "prompts_per_s": _rate(record),

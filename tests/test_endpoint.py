@@ -684,6 +684,18 @@ def test_without_a_word_on_scoring_the_server_decides(
         path.unlink()
 
 
+def test_a_run_in_which_nothing_could_be_scored_is_no_success(
+    server: Server, tmp_path: Path
+) -> None:
+    arguments = ["run", "--endpoint", server.url, "--model", "m", "--limit", 4]
+    server.healthy = completion(top={"The": -0.1})
+    with pytest.raises(EndpointError, match="4 times no letter"):
+        invoke(*arguments, "-o", tmp_path / "unseen.jsonl")
+    server.healthy = failure(400, code="context_length_exceeded")
+    with pytest.raises(EndpointError, match="4 prompts were too long"):
+        invoke(*arguments, "--scoring", "generated", "-o", tmp_path / "long.jsonl")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
