@@ -34,6 +34,7 @@ LONGEST_ASKED_S = 600.0  # a server that asks for more, by Retry-After, is given
 CONNECT_S = 10.0
 MIN_SECRET = 8  # characters; a shorter key ("none", "EMPTY") is no secret
 
+TOO_LONG_STATUSES = frozenset({400, 413, 422, 500})
 # Words in which servers say that a prompt is longer than the model can take.
 _TOO_LONG = re.compile(
     r"context.{0,12}(?:length|size|window)|maximum context|prompt.{0,20}too long", re.IGNORECASE
@@ -67,6 +68,7 @@ class Endpoint:
     key: str = field(repr=False)
     n_retries: int = 0
     _attempts: int = FIRST_ATTEMPTS
+    _limit: str = "max_tokens"
     _closed: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def read_letters(
@@ -150,7 +152,7 @@ class Endpoint:
         def count(_state: Any) -> None:
             self.n_retries += 1
 
-        body = {"model": self.model, **request, "max_tokens": max_new_tokens, "temperature": 0}
+        body = {"model": self.model, **request, self._limit: max_new_tokens, "temperature": 0}
         attempts = self._attempts
         retrying = Retrying(
             retry=retry_if_exception_type(_ForTheMomentError),
@@ -176,8 +178,12 @@ class Endpoint:
                 "was answered is kept: the same command with --resume goes on."
             ) from None
         except _RefusedError as error:
-            if _TOO_LONG.search(str(error)):
+            if error.status in TOO_LONG_STATUSES and _TOO_LONG.search(str(error)):
                 return None
+            newer = "max_completion_tokens"
+            if newer in str(error) and newer not in body:  # OpenAI's word since its o1
+                self._limit = newer
+                return self._ask(request, max_new_tokens, more)
             raise EndpointError(self._refusal(error)) from None
         self._attempts = ATTEMPTS
         return answer
@@ -195,16 +201,16 @@ class Endpoint:
             words = self._clean(str(error)) or type(error).__name__
             raise _ForTheMomentError(f"cannot be reached: {words}") from None
         latency_s = time.perf_counter() - start
-        words = self._words(response)
-        if response.status_code in RETRIED:
-            if response.status_code == 500 and _TOO_LONG.search(words):
-                raise _RefusedError(500, words)
+        status = response.status_code
+        if status != 200:
+            words = self._words(response)
+            is_too_long = status in TOO_LONG_STATUSES and _TOO_LONG.search(words)
+            if status not in RETRIED or is_too_long:
+                raise _RefusedError(status, words)
             raise _ForTheMomentError(
-                f"answers {response.status_code}{': ' if words else ''}{words}",
+                f"answers {status}{': ' if words else ''}{words}",
                 _retry_after_s(response.headers.get("retry-after")),
             )
-        if response.status_code != 200:
-            raise _RefusedError(response.status_code, words)
         try:
             found = response.json()
             choice = found["choices"][0]
@@ -215,7 +221,7 @@ class Endpoint:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise EndpointError(
                 f"{self.url}{path} answers with something that is no completion: "
-                f"{words or 'nothing'}. Is this an OpenAI-compatible server?"
+                f"{self._words(response) or 'nothing'}. Is this an OpenAI-compatible server?"
             ) from None
         return choice, n_tokens if type(n_tokens) is int and n_tokens > 0 else None, latency_s
 

@@ -349,6 +349,22 @@ def test_a_prompt_that_is_too_long_is_no_error(bad: Reply, server: Server, ask: 
     assert ask.read_text({"prompt": ""}, 5) is None
 
 
+def test_the_limits_newer_name_is_used_where_a_server_wants_it(
+    server: Server, ask: Endpoint
+) -> None:
+    def strict(handler: Handler, body: dict[str, Any]) -> None:
+        old = "max_tokens" in body
+        refusal = failure(400, "'max_tokens' is not supported, use 'max_completion_tokens'")
+        (refusal if old else completion())(handler, body)
+
+    server.healthy = strict
+    for _ in range(2):
+        answer = ask.read_text({"prompt": ""}, 9)
+        assert answer is not None
+        assert answer.text == " B"
+    assert [body.get("max_completion_tokens") for body in server.bodies()] == [None, 9, 9]
+
+
 # ---- addresses and keys
 
 
