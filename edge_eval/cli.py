@@ -4,6 +4,7 @@ Nothing heavy is imported before a command needs it: --help must answer at once.
 """
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -51,6 +52,11 @@ class Reuse(StrEnum):
     shared = "shared"
 
 
+class EndpointKind(StrEnum):
+    completions = "completions"
+    chat = "chat"
+
+
 DataOption = Annotated[
     str,
     typer.Option(
@@ -75,7 +81,9 @@ TasksOption = Annotated[list[str] | None, typer.Option("--task", help="Only this
 GroupsOption = Annotated[list[str] | None, typer.Option("--group", help="Only this group.")]
 LevelsOption = Annotated[list[str] | None, typer.Option("--level", help="Only this level.")]
 CountriesOption = Annotated[list[str] | None, typer.Option("--country", help="Only this country.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of --limit's sample.")]
+SeedOption = Annotated[
+    int, typer.Option(help="Seed of --limit's sample, and of options drawn for unreadable answers.")
+]
 ShotsOption = Annotated[
     int, typer.Option(min=0, max=3, help="Few-shot rows of the question's task before it.")
 ]
@@ -129,7 +137,9 @@ def demo(
 
 @app.command()
 def run(
-    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    model: Annotated[
+        Path | None, typer.Argument(help="A model directory; none with --endpoint.")
+    ] = None,
     data: DataOption = "sample",
     prompt: PromptOption = None,
     letters: LettersOption = None,
@@ -173,32 +183,85 @@ def run(
     verify_hashes: Annotated[
         bool, typer.Option(help="Check every file of the model before it is opened.")
     ] = True,
+    scoring: Annotated[
+        str | None,
+        typer.Option(
+            help="argmax: the likeliest letter; generated: the answer read from generated text. "
+            "Default: the protocol's; at an endpoint letters where it gives log-probabilities.",
+            metavar="argmax|generated",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Of a generated text; 1 is the paper's rule.")
+    ] = 1,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask an OpenAI-compatible server instead; a key is read from EDGE_EVAL_API_KEY or "
+            "OPENAI_API_KEY.",
+            metavar="URL",
+        ),
+    ] = None,
+    served: Annotated[
+        str | None,
+        typer.Option("--model", help="The endpoint's name of the model.", metavar="NAME"),
+    ] = None,
+    endpoint_kind: Annotated[
+        EndpointKind,
+        typer.Option(help="The prompt as it is, or in the server's chat template."),
+    ] = EndpointKind.completions,
+    top_logprobs: Annotated[
+        int, typer.Option(min=1, help="Tokens to ask for where an endpoint is scored by letters.")
+    ] = 20,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests to an endpoint at once.")] = 1,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds for an endpoint's answer to one request.")
+    ] = 120.0,
     as_json: JsonOption = False,
 ) -> None:
     """Accuracy and latency of a model, written to a run record as it goes."""
+    from edge_eval.errors import OptionError
     from edge_eval.schema import RunConfig
 
+    settings = _protocol(protocol, prompt, letters)
+    if scoring is not None:
+        settings["scoring"] = scoring
+    if endpoint is not None:
+        if model is not None:
+            raise OptionError(f"either {model} is run here or an endpoint is asked: leave one out.")
+        settings |= _endpoint_settings(endpoint, endpoint_kind, chat_template, scenario)
+        name = served or ""
+    elif model is None or served is not None:
+        raise OptionError(
+            "name a model directory, or an endpoint with --endpoint URL --model NAME."
+        )
+    else:
+        name = str(model)
     config = RunConfig(
-        model=str(model),
+        model=name,
         data=data,
-        **_protocol(protocol, prompt, letters),
+        max_new_tokens=max_new_tokens,
+        top_logprobs=top_logprobs,
+        concurrency=concurrency,
+        timeout_s=timeout,
         shots=shots,
         allow_fewer_shots=allow_fewer_shots,
-        chat_template=chat_template,
         system_prompt=system_prompt,
         permute=permute,
         limit=limit,
         seed=seed,
-        scenario=scenario.value,
         reuse=reuse.value,
         threads=threads,
+        **{"chat_template": chat_template, "scenario": scenario.value, **settings},
         **_filters(task, group, level, country),
     )
-    folder = Path("runs")
+    if endpoint is not None and scoring is None:
+        config = _choose_scoring(config)
+    folder, of = Path("runs"), Path(_file_name(name)) if endpoint is not None else Path(name)
     if resume:
-        path = _begun_path(folder, model, config.template, output)
+        path = _begun_path(folder, of, config.template, output)
     else:
-        path = output or _run_path(folder, model, config.template)
+        path = output or _run_path(folder, of, config.template)
     _run_and_print(config, path, as_json=as_json, hashes=verify_hashes)
 
 
@@ -328,7 +391,9 @@ def matrix(
 @app.command()
 def rescore(
     record: Annotated[Path, typer.Argument(help="A run record.")],
-    scoring: Annotated[str, typer.Option(help="argmax, per-character, bias-corrected or cyclic.")],
+    scoring: Annotated[
+        str, typer.Option(help="argmax, per-character, bias-corrected, cyclic or generated.")
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Decide a run again by another rule, from its saved logits, without the model."""
@@ -511,6 +576,50 @@ def _protocol(
     }
 
 
+def _endpoint_settings(
+    url: str, kind: EndpointKind, chat_template: str, scenario: Scenario
+) -> dict[str, Any]:
+    """The settings that make a run an endpoint's.
+
+    Errors: OptionError for a URL that cannot be asked, and for options of a model that runs here.
+    """
+    from edge_eval.endpoint import check_url
+    from edge_eval.errors import OptionError
+
+    if chat_template != "off":
+        raise OptionError(
+            "an endpoint's chat template is the server's own: leave --chat-template out, and take "
+            "--endpoint-kind chat."
+        )
+    if scenario is not Scenario.single_stream:
+        raise OptionError("--scenario is of a model that runs here: take --concurrency instead.")
+    return {
+        "endpoint": check_url(url),
+        "chat_template": "server" if kind is EndpointKind.chat else "off",
+        "scenario": "endpoint",
+    }
+
+
+def _choose_scoring(config: Any) -> Any:
+    """The config with the scoring that its endpoint can serve, which is told."""
+    from dataclasses import replace
+
+    from edge_eval.evaluate import choose_scoring
+
+    scoring = choose_scoring(replace(config, scoring="argmax"))
+    why = {
+        "argmax": "the endpoint tells of the likeliest tokens.",
+        "generated": "the endpoint gives no log-probabilities, so its answers are read from text.",
+    }
+    _note(f"scoring {scoring}: {why[scoring]}")
+    return replace(config, scoring=scoring)
+
+
+def _file_name(name: str) -> str:
+    """A served model's name as a part of a file's name on any system."""
+    return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "model"
+
+
 def _filters(
     task: list[str] | None,
     group: list[str] | None,
@@ -550,7 +659,7 @@ def _begun_path(folder: Path, model: Path, what: str, output: Path | None = None
 
 
 def _run_and_print(config: Any, path: Path, *, as_json: bool, hashes: bool = True) -> None:
-    from edge_eval.errors import ModelError
+    from edge_eval.errors import EndpointError, ModelError
     from edge_eval.evaluate import evaluate
     from edge_eval.schema import Status
     from edge_eval.summary import print_summary, summarize
@@ -562,10 +671,17 @@ def _run_and_print(config: Any, path: Path, *, as_json: bool, hashes: bool = Tru
         print_json(summarize(record))
     else:
         print_summary(record, results())
-    n_scored, n_invalid = (
+    n_scored, n_invalid, n_unseen = (
         sum(p.status is status for p in record.predictions)
-        for status in (Status.SCORED, Status.INVALID)
+        for status in (Status.SCORED, Status.INVALID, Status.UNSEEN)
     )
+    if config.endpoint and not n_scored:
+        n_long = len(record.predictions) - n_unseen
+        raise EndpointError(
+            f"no question could be scored: {n_long:,} prompts were too long for the endpoint, and "
+            f"{n_unseen:,} times no letter was among its likeliest {config.top_logprobs} tokens. Ask "
+            "for more with --top-logprobs, try --protocol lm-eval, or use --scoring generated."
+        )
     if n_invalid:
         which = f"{n_invalid:,} questions" if n_scored else "no question"
         how = "could not be scored" if n_scored else "could be scored"

@@ -22,6 +22,7 @@ from edge_eval.metrics import (
     SLICES,
     Float64Array,
     by,
+    has_probabilities,
     letter_probabilities,
     micro_accuracy,
 )
@@ -83,8 +84,9 @@ class Comparison:
     lost: tuple[str, ...]
     n_changed: int  # questions with another option chosen
     agreement: float
-    mean_kl: float  # KL(baseline || candidate) of the letters' probabilities, in nats
-    mean_total_variation: float
+    # KL(baseline || candidate) of the letters' probabilities, in nats; None where a run has none.
+    mean_kl: float | None
+    mean_total_variation: float | None
     latency: Ratio  # geometric mean of the questions' ratios
     memory: Ratio
     size: Ratio
@@ -257,7 +259,10 @@ def _answers(pairs: Sequence[Row], boot: Bootstrap) -> dict[str, Any]:
     tasks, resampled = _by(pairs, "task", boot)
     macro_low, macro_high = _ends(np.mean(resampled, axis=0))
     n_changed = sum(a.predicted != b.predicted for a, b in pairs)
-    probabilities = [(letter_probabilities(a), letter_probabilities(b)) for a, b in pairs]
+    known = all(has_probabilities(p) for pair in pairs for p in pair)
+    probabilities = [
+        (letter_probabilities(a), letter_probabilities(b)) for a, b in (pairs if known else ())
+    ]
     return {
         "macro_difference": float(np.mean([task.difference for task in tasks.values()])),
         "macro_ci_low": macro_low,
@@ -269,8 +274,10 @@ def _answers(pairs: Sequence[Row], boot: Bootstrap) -> dict[str, Any]:
         "lost": tuple(a.question_id for a, b in pairs if a.correct and not b.correct),
         "n_changed": n_changed,
         "agreement": 1 - n_changed / len(pairs),
-        "mean_kl": float(np.mean([_kl(p, q) for p, q in probabilities])),
-        "mean_total_variation": float(np.mean([abs(p - q).sum() / 2 for p, q in probabilities])),
+        "mean_kl": float(np.mean([_kl(p, q) for p, q in probabilities])) if known else None,
+        "mean_total_variation": (
+            float(np.mean([abs(p - q).sum() / 2 for p, q in probabilities])) if known else None
+        ),
     }
 
 

@@ -3,6 +3,7 @@
 EdgeEvalError            any mistake that one line can explain; exit code 1
 ├── DataError            questions: a file, a row, a column, a filter that leaves nothing
 ├── ModelError           a model directory, its graph, its tokenizer
+├── EndpointError        a server that cannot be reached or does not answer as it should
 ├── ScoringError         letters that this model cannot be scored on
 ├── RecordError          a run record: unreadable, unlike, in use
 ├── ExportError          a checkpoint that cannot become a model directory
@@ -23,6 +24,10 @@ class DataError(EdgeEvalError):
 
 class ModelError(EdgeEvalError):
     """A model directory that cannot be opened or run."""
+
+
+class EndpointError(EdgeEvalError):
+    """A server that cannot be reached, refuses, or answers with something else than asked."""
 
 
 class ScoringError(EdgeEvalError):

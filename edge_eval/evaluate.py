@@ -10,11 +10,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edge_eval import metrics
+from edge_eval import __version__, metrics
 from edge_eval.chat import ChatTemplate, has_chat_template, load_chat_template
+from edge_eval.endpoint import Endpoint, check_url, open_endpoint
 from edge_eval.environment import (
     describe_machine,
     peak_memory,
@@ -22,9 +24,17 @@ from edge_eval.environment import (
     usable_cores,
 )
 from edge_eval.errors import DataError, ModelError, OptionError, RecordError, ScoringError
+from edge_eval.generated import bounded, draw_option
 from edge_eval.letters import ARABIC, LATIN, describe_letter
-from edge_eval.model import LetterReader, letter_reader, open_model
-from edge_eval.model_dir import GRAPH, read_manifest, size_on_disk, verify_hashes
+from edge_eval.model import LetterReader, Model, TextReader, letter_reader, open_model
+from edge_eval.model_dir import (
+    GRAPH,
+    UNKNOWN,
+    read_manifest,
+    size_on_disk,
+    unknown_manifest,
+    verify_hashes,
+)
 from edge_eval.prefixes import BUDGET_BYTES, PrefixStack, Step, plan, streams
 from edge_eval.prompts import PromptTemplate, render, rotate, shot_text, wording_of
 from edge_eval.questions import fingerprint_questions, load_questions
@@ -35,10 +45,13 @@ from edge_eval.run_record import (
     other_environment,
     read_record,
     resume_record,
+    to_json,
 )
 from edge_eval.schema import (
+    Answer,
     EncodedPrompt,
     ExportManifest,
+    GeneratedText,
     LetterLogits,
     Prediction,
     Prompt,
@@ -48,10 +61,18 @@ from edge_eval.schema import (
     RunRecord,
     Status,
 )
-from edge_eval.scoring import PROTOCOLS, SCORING_METHODS, decide, option_logits
+from edge_eval.scoring import (
+    PROTOCOLS,
+    SCORING_METHODS,
+    TEXT_SCORING_METHODS,
+    Decision,
+    decide,
+    option_logits,
+)
 from edge_eval.streams import SharedIterator, merge
 from edge_eval.tokenization import (
     LetterTokens,
+    control_ids,
     encode_chat,
     encode_prompts,
     letter_inside,
@@ -61,9 +82,13 @@ from edge_eval.tokenization import (
 )
 
 Progress = Callable[[int, int], None]  # prompts done, prompts in all
+Reader = LetterReader | TextReader
 
 # What Python, numpy and onnxruntime take without a model.
 OWN_MEMORY_BYTES = 64 << 20
+
+MAX_NEW_TOKENS = 256  # of a text that is read for an answer
+MAX_TOP_LOGPROBS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +99,11 @@ class Preparation:
     questions: QuestionSet
     asked: tuple[Question, ...]  # one per prompt: a question stands once per rotation
     prompts: tuple[Prompt, ...]
-    encoded: tuple[EncodedPrompt, ...]
+    encoded: tuple[EncodedPrompt, ...]  # empty where an endpoint has the tokenizer
     letters: LetterTokens  # the ten measured, in the order of letter_logits
     notes: tuple[str, ...]
     chat_template_sha256: str | None
+    requests: tuple[Mapping[str, Any], ...] = ()  # what an endpoint is sent, one per prompt
 
 
 def prepare(config: RunConfig, *, hashes: bool = True) -> Preparation:
@@ -85,6 +111,8 @@ def prepare(config: RunConfig, *, hashes: bool = True) -> Preparation:
 
     Errors: DataError, ModelError, ScoringError, each before the model is loaded.
     """
+    if config.endpoint:
+        return _prepare_endpoint(config)
     directory = Path(config.model)
     manifest = read_manifest(directory)
     if hashes:
@@ -93,13 +121,10 @@ def prepare(config: RunConfig, *, hashes: bool = True) -> Preparation:
     tokenizer = load_tokenizer(directory)
     chat = load_chat_template(config.chat_template, directory)
     asker = Asker(config, questions, tokenizer, chat, manifest.max_length)
-    asked = [
-        (question, rotation)
-        for question in questions.test
-        for rotation in range(len(question.options) if config.permute else 1)
-    ]
+    asked = _askings(config, questions)
     prompts, encoded = asker.ask_all(asked)
-    letters = ten_letters(tokenizer, asker.wording)
+    reads_text = config.scoring in TEXT_SCORING_METHODS
+    letters = (_unspelt_letters if reads_text else partial(ten_letters, tokenizer))(asker.wording)
     check_vocabulary(directory, manifest, encoded, vocabulary_size(tokenizer))
     if all(len(item.input_ids) > manifest.max_length for item in encoded):
         raise DataError(
@@ -116,6 +141,53 @@ def prepare(config: RunConfig, *, hashes: bool = True) -> Preparation:
         tuple(_notes(config, directory, letters, prompts)),
         chat.sha256 if chat else None,
     )
+
+
+def _prepare_endpoint(config: RunConfig) -> Preparation:
+    """The same for an endpoint, which tokenises what it is sent in its own way."""
+    questions = load_questions(config)
+    asker = Asker(config, questions, None, None, 0)
+    asked = _askings(config, questions)
+    prompts, requests = asker.request_all(asked)
+    manifest = unknown_manifest(
+        config.model, check_url(config.endpoint), {"edge_eval": __version__}
+    )
+    notes = []
+    if config.chat_template != "server":
+        notes.append(
+            "the prompts are sent as they are; how the server's tokenizer reads their beginning and "
+            "their end is unknown"
+            + ("" if asker.wording.letter_prefix else " (--protocol lm-eval ends without a space)")
+            + "."
+        )
+    return Preparation(
+        manifest,
+        questions,
+        tuple(question for question, _ in asked),
+        tuple(prompts),
+        (),
+        _unspelt_letters(asker.wording),
+        tuple(notes),
+        "the server's" if config.chat_template == "server" else None,
+        tuple(requests),
+    )
+
+
+def _askings(config: RunConfig, questions: QuestionSet) -> list[tuple[Question, int]]:
+    """Every question with the rotations in which it is asked."""
+    return [
+        (question, rotation)
+        for question in questions.test
+        for rotation in range(len(question.options) if config.permute else 1)
+    ]
+
+
+def _unspelt_letters(template: PromptTemplate) -> LetterTokens:
+    """The ten letters where the tokenizer is unknown; pieces are the texts an endpoint tells of."""
+    other = ARABIC if template.letters == LATIN else LATIN
+    ten = template.letters + other if template.letters == LATIN else other + template.letters
+    pieces = tuple((template.letter_prefix + letter,) for letter in ten)
+    return LetterTokens(ten, ((),) * len(ten), pieces)
 
 
 def _notes(
@@ -160,10 +232,10 @@ class Asker:
         self._chat = chat
         self._max_length = max_length
         self._space_with_letter = False
-        if config.shots and chat is None:
+        if config.shots and chat is None and tokenizer is not None:
             self._space_with_letter = self._choose_letter_form()
         self.wording = wording_of(config.template, space_with_letter=self._space_with_letter)
-        if chat is not None:
+        if chat is not None or config.chat_template == "server":
             # Behind the assistant's header the answer begins: no separator of our own.
             self.wording = replace(self.wording, letter_prefix="")
 
@@ -179,6 +251,28 @@ class Asker:
                 prompts[index] = self._render(question, shots, rotation)
                 encoded[index] = self._encode([prompts[index]], [(question, rotation)])[0]
         return prompts, encoded
+
+    def request_all(
+        self, asked: Sequence[tuple[Question, int]]
+    ) -> tuple[list[Prompt], list[dict[str, Any]]]:
+        """Every prompt with what an endpoint is sent: the text, or the messages of a chat."""
+        is_chat = self._config.chat_template == "server"
+        system = self._config.system_prompt
+        prompts, requests = [], []
+        for question, rotation in asked:
+            shots = self._shots(question)
+            prompt = self._render(question, () if is_chat else shots, rotation)
+            prompts.append(replace(prompt, n_shots=len(shots)))
+            messages = [{"role": "system", "content": system}] if system else []
+            for shown, letter in self._turns(shots):
+                messages.append({"role": "user", "content": shown})
+                messages.append({"role": "assistant", "content": letter})
+            messages.append({"role": "user", "content": prompt.text})
+            requests.append({"messages": messages} if is_chat else {"prompt": prompt.text})
+        return prompts, requests
+
+    def _turns(self, shots: Sequence[Question]) -> list[tuple[str, str]]:
+        return [(self.wording.write(shot), self.wording.letters[shot.answer]) for shot in shots]
 
     def _shots(self, question: Question) -> tuple[Question, ...]:
         """The question's task's first few-shot rows, itself never among them.
@@ -209,8 +303,7 @@ class Asker:
         )
         if self._chat is None:
             return prompt
-        turns = [(self.wording.write(shot), self.wording.letters[shot.answer]) for shot in shots]
-        text = self._chat.render(turns, prompt.text, self._config.system_prompt)
+        text = self._chat.render(self._turns(shots), prompt.text, self._config.system_prompt)
         return replace(prompt, text=text, n_shots=len(shots))
 
     def _encode(
@@ -326,8 +419,7 @@ def evaluate_together(
     if on_note:
         for note in dict.fromkeys(note for cell in cells for note in cell.notes):
             on_note(note)
-    n_streams, threads = _cores(first)
-    environment = describe_machine() | {"threads": threads, "streams": n_streams}
+    environment = describe_machine() | _streams(first)
     runs = [
         new_record(
             config,
@@ -343,15 +435,9 @@ def evaluate_together(
             check_same_run(path, there, run)
             if on_note:
                 on_note(_resume_note(path, there, run))
-    check_memory(cells[0].manifest, environment)
-    release_memory()
-    model = open_model(Path(first.model), cells[0].manifest, threads)
-    readers = [
-        letter_reader(model, cell.letters.ids, normalized=PROTOCOLS[config.protocol].normalized)
-        for cell, config in zip(cells, configs, strict=True)
-    ]
-    first_s = _warm_up(readers[0], _fitting(cells[0]), first.warmup)
     with contextlib.ExitStack() as stack:
+        answering = (_ask_endpoint if first.endpoint else _ask_model)(cells, configs, environment)
+        stack.callback(answering.close)
         records = [
             stack.enter_context(resume_record(path, run))
             for path, run in zip(record_paths, runs, strict=True)
@@ -360,31 +446,128 @@ def evaluate_together(
         jobs = [
             (c, i)
             for c, cell in enumerate(cells)
-            for i in range(len(cell.encoded))
+            for i in range(len(cell.prompts))
             if i not in records[c].answered
         ]
         n_before = sum(len(record.answered) for record in records)
         if on_progress and n_before:
             on_progress(n_before, n_before + len(jobs))
         started = time.perf_counter()
-        answers = _answer(cells, readers, jobs, first, n_streams)
-        for done, (job, logits) in enumerate(answers, start=1):
+        for done, (job, answer) in enumerate(answering.answer(jobs), start=1):
             c, i = jobs[job]
-            records[c].append(predict(cells[c], i, logits, configs[c]))
+            records[c].append(predict(cells[c], i, answer, configs[c]))
             if on_progress:
                 on_progress(n_before + done, n_before + len(jobs))
         observed = {
             # Of all the runs together: none of them ran alone.
             "wall_s": time.perf_counter() - started,
             "n_prompts_together": len(jobs),
-            "load_s": model.load_s,
-            "first_call_s": first_s,
-            "disk_bytes": size_on_disk(cells[0].manifest),
-            **peak_memory(),
+            **answering.observe(),
         }
         for record, cell in zip(records, cells, strict=True):
-            record.finish(observed, len(cell.encoded))
+            record.finish(observed, len(cell.prompts))
     return [read_record(path) for path in record_paths]
+
+
+Job = tuple[int, int]  # which run, which of its prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """Where a run's answers come from: a model opened here, or an endpoint."""
+
+    answer: Callable[[Sequence[Job]], Iterator[tuple[int, Answer | None]]]
+    observe: Callable[[], Mapping[str, Any]]  # what was seen once, told at the end
+    close: Callable[[], None] = lambda: None
+
+
+def _ask_model(
+    cells: Sequence[Preparation], configs: Sequence[RunConfig], environment: Mapping[str, Any]
+) -> Answering:
+    """Open the model directory and warm it up."""
+    config, manifest = configs[0], cells[0].manifest
+    check_memory(manifest, environment)
+    release_memory()
+    model = open_model(Path(config.model), manifest, environment["threads"])
+    readers = [_reader(model, *pair) for pair in zip(cells, configs, strict=True)]
+    first_s = _warm_up(readers[0], _fitting(cells[0]), config.warmup)
+
+    def observe() -> dict[str, Any]:
+        seen = {"load_s": model.load_s, "first_call_s": first_s}
+        return seen | {"disk_bytes": size_on_disk(manifest)} | peak_memory()
+
+    def answer(jobs: Sequence[Job]) -> Iterator[tuple[int, Answer | None]]:
+        return _answer(cells, readers, jobs, config, environment["streams"])
+
+    return Answering(answer, observe)
+
+
+def _reader(model: Model, cell: Preparation, config: RunConfig) -> Reader:
+    """What reads a model's answer off it: its letters' logits, or the text it writes."""
+    if config.scoring not in TEXT_SCORING_METHODS:
+        normalized = PROTOCOLS[config.protocol].normalized
+        return letter_reader(model, cell.letters.ids, normalized=normalized)
+    # Loaded again, and kept: texts are read as they come.
+    tokenizer = load_tokenizer(Path(config.model))
+    return TextReader(model, config.max_new_tokens, control_ids(tokenizer), tokenizer.decode)
+
+
+def _ask_endpoint(
+    cells: Sequence[Preparation],
+    configs: Sequence[RunConfig],
+    environment: Mapping[str, Any],  # noqa: ARG001 - one signature
+) -> Answering:
+    """Ask the endpoint once, so that what is wrong with it is told before a record is begun."""
+    config = configs[0]
+    endpoint = connect(config)
+
+    def ask(job: Job) -> Answer | None:
+        cell, settings = cells[job[0]], configs[job[0]]
+        request = cell.requests[job[1]]
+        if settings.scoring in TEXT_SCORING_METHODS:
+            return endpoint.read_text(request, settings.max_new_tokens)
+        letters = tuple(text for (text,) in cell.letters.pieces)
+        return endpoint.read_letters(request, letters, settings.top_logprobs)
+
+    started = time.perf_counter()
+    ask((0, 0))
+    first_s = time.perf_counter() - started
+
+    def answer(jobs: Sequence[Job]) -> Iterator[tuple[int, Answer | None]]:
+        waiting = SharedIterator(enumerate(jobs))
+        sources = [((n, ask(job)) for n, job in waiting) for _ in range(config.concurrency)]
+        return merge(sources, wait=False)
+
+    def observe() -> dict[str, Any]:
+        return {"first_call_s": first_s, "n_retries": endpoint.n_retries}
+
+    return Answering(answer, observe, endpoint.close)
+
+
+def connect(config: RunConfig) -> Endpoint:
+    """The endpoint that a run asks. Errors: OptionError, as check_url() and open_endpoint()."""
+    return open_endpoint(
+        check_url(config.endpoint),
+        config.model,
+        is_chat=config.chat_template == "server",
+        timeout_s=config.timeout_s,
+        concurrency=config.concurrency,
+    )
+
+
+def choose_scoring(config: RunConfig) -> str:
+    """How an endpoint is scored if nothing was said: by letters where it tells of them."""
+    check_settings(config)
+    question = "Answer:"
+    is_chat = config.chat_template == "server"
+    request = (
+        {"messages": [{"role": "user", "content": question}]} if is_chat else {"prompt": question}
+    )
+    endpoint = connect(config)
+    try:
+        return "argmax" if endpoint.gives_letters(request, config.top_logprobs) else "generated"
+    finally:
+        endpoint.close()
 
 
 def _resume_note(path: Path, there: RunRecord, here: RunRecord) -> str:
@@ -417,17 +600,24 @@ def _scoring_facts(cell: Preparation, config: RunConfig) -> dict[str, Any]:
     shots = [shot for rows in cell.questions.shots.values() for shot in rows[: config.shots]]
     several = any(len(ids) > 1 for ids in cell.letters.ids)
     prompts = hashlib.sha256()
-    for prompt, item in zip(cell.prompts, cell.encoded, strict=True):
-        prompts.update(f"{prompt.question_id!r} {prompt.rotation} {len(item.input_ids)}\n".encode())
-        prompts.update(item.input_ids.astype("<i8").tobytes())
-    return {
+    for prompt, item in zip(cell.prompts, cell.encoded or cell.requests, strict=True):
+        if isinstance(item, EncodedPrompt):
+            size, content = len(item.input_ids), item.input_ids.astype("<i8").tobytes()
+        else:
+            content = to_json(item).encode("utf-8")
+            size = len(content)
+        prompts.update(f"{prompt.question_id!r} {prompt.rotation} {size}\n".encode())
+        prompts.update(content)
+    asked = {"endpoint_model": config.model, "tokenizer": UNKNOWN} if config.endpoint else {}
+    normalized = PROTOCOLS[config.protocol].normalized or several or bool(config.endpoint)
+    return asked | {
         "shots_sha256": fingerprint_questions(shots) if config.shots else None,
         "chat_template_sha256": cell.chat_template_sha256,
-        "prompts_sha256": prompts.hexdigest(),  # ids of questions and tokens, in order
+        "prompts_sha256": prompts.hexdigest(),  # questions with their tokens or texts, in order
         "letters": cell.letters.letters,
         "letter_ids": cell.letters.ids,
         "letter_pieces": cell.letters.pieces,
-        "normalized": PROTOCOLS[config.protocol].normalized or several,
+        "normalized": normalized and config.scoring not in TEXT_SCORING_METHODS,
     }
 
 
@@ -445,12 +635,59 @@ def check_settings(config: RunConfig) -> None:
             )
     if config.system_prompt and config.chat_template == "off":
         raise OptionError("a system prompt needs a chat template: add --chat-template auto.")
+    reads_text = config.scoring in TEXT_SCORING_METHODS
+    if not reads_text and config.scoring not in SCORING_METHODS:
+        known = ", ".join((*SCORING_METHODS, *TEXT_SCORING_METHODS))
+        raise OptionError(f"no scoring {config.scoring!r} in a run: there are {known}.")
+    if config.scoring == "per-character" and not protocol.normalized:
+        raise OptionError("per-character scoring needs log-probabilities: add --protocol oall.")
+    if not 0 < config.max_new_tokens <= MAX_NEW_TOKENS:
+        raise OptionError(
+            f"--max-new-tokens is 1 to {MAX_NEW_TOKENS}, not {config.max_new_tokens}."
+        )
+    if config.max_new_tokens > 1 and not reads_text:
+        raise OptionError("--max-new-tokens is of texts that are read: add --scoring generated.")
+    if config.permute and (reads_text or config.endpoint):
+        raise OptionError(
+            "--permute averages every letter's probability, which only a model directory scored by "
+            "letters gives: leave it out."
+        )
+    if config.endpoint:
+        _check_endpoint(config)
+    elif config.chat_template == "server" or config.scenario == "endpoint":
+        raise OptionError("a server's chat template is asked for with --endpoint URL.")
 
 
-def _cores(config: RunConfig) -> tuple[int, int]:
+def _check_endpoint(config: RunConfig) -> None:
+    check_url(config.endpoint)
+    if not config.model:
+        raise OptionError("an endpoint serves models by name: add --model NAME.")
+    if config.chat_template not in {"off", "server"}:
+        raise OptionError(
+            "an endpoint's chat template is the server's own: leave --chat-template out, and take "
+            "--endpoint-kind chat."
+        )
+    if (config.scenario, config.reuse, config.threads) != ("endpoint", "none", None):
+        raise OptionError(
+            "--scenario, --reuse and --threads are of a model that runs here: leave them out with "
+            "--endpoint (--concurrency says how many requests are sent at once)."
+        )
+    if config.scoring == "per-character":
+        raise OptionError(
+            "per-character scoring needs log-probabilities of whole letters, and an endpoint tells of "
+            "single tokens: add --scoring argmax or generated."
+        )
+    if not 0 < config.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise OptionError(f"--top-logprobs is 1 to {MAX_TOP_LOGPROBS}, not {config.top_logprobs}.")
+
+
+def _streams(config: RunConfig) -> dict[str, Any]:
     """Streams and threads a stream: one and all cores, or all cores and one (MLPerf's scenarios)."""
+    if config.endpoint:
+        return {"threads": "the server's", "streams": config.concurrency}
     cores = config.threads or usable_cores()
-    return (cores, 1) if config.scenario == "offline" else (1, cores)
+    streams, threads = (cores, 1) if config.scenario == "offline" else (1, cores)
+    return {"threads": threads, "streams": streams}
 
 
 def _fitting(prepared: Preparation) -> list[EncodedPrompt]:
@@ -460,29 +697,29 @@ def _fitting(prepared: Preparation) -> list[EncodedPrompt]:
 
 def _answer(
     cells: Sequence[Preparation],
-    readers: Sequence[LetterReader],
-    jobs: Sequence[tuple[int, int]],
+    readers: Sequence[Reader],
+    jobs: Sequence[Job],
     config: RunConfig,
     n_streams: int,
-) -> Iterator[tuple[int, LetterLogits | None]]:
-    """Each job's index and logits as they come; None for a prompt that is too long."""
+) -> Iterator[tuple[int, Answer | None]]:
+    """Each job's index and answer as they come; None for a prompt that is too long."""
     encoded = [cells[c].encoded[i] for c, i in jobs]
     limit = cells[0].manifest.max_length
     fits = [job for job, item in enumerate(encoded) if len(item.input_ids) <= limit]
     yield from ((job, None) for job in sorted(set(range(len(jobs))) - set(fits)))
 
-    def read(job: int) -> tuple[int, LetterLogits]:
+    def read(job: int) -> tuple[int, Answer]:
         return job, readers[jobs[job][0]].read(encoded[job].input_ids)
 
-    def read_sharing(steps: Sequence[Step]) -> Iterator[tuple[int, LetterLogits]]:
+    def read_sharing(steps: Sequence[Step]) -> Iterator[tuple[int, Answer]]:
         stack = PrefixStack(readers[0].model, BUDGET_BYTES // n_streams)
         for step in steps:
             job = fits[step.index]
             start = time.perf_counter()
             past, rest = stack.begin(encoded[job].input_ids, step)
-            logits = readers[jobs[job][0]].read(rest, past)
+            answer = readers[jobs[job][0]].read(rest, past)
             # The beginning's time belongs to the question that needed it first.
-            yield job, replace(logits, latency_s=time.perf_counter() - start)
+            yield job, replace(answer, latency_s=time.perf_counter() - start)
 
     if config.reuse == "shared":
         steps = plan([encoded[job] for job in fits])
@@ -495,7 +732,7 @@ def _answer(
         yield from merge(map(read, waiting) for _ in range(n_streams))
 
 
-def _warm_up(reader: LetterReader, encoded: Sequence[EncodedPrompt], n: int) -> float | None:
+def _warm_up(reader: Reader, encoded: Sequence[EncodedPrompt], n: int) -> float | None:
     """Run prompts of the run's own lengths, shortest to longest; the first call's time."""
     by_length = sorted(encoded, key=lambda item: len(item.input_ids))
     first_s = None
@@ -507,20 +744,33 @@ def _warm_up(reader: LetterReader, encoded: Sequence[EncodedPrompt], n: int) -> 
 
 
 def predict(
-    prepared: Preparation, index: int, logits: LetterLogits | None, config: RunConfig
+    prepared: Preparation, index: int, answer: Answer | None, config: RunConfig
 ) -> Prediction:
-    """The option chosen from the logits, or why none was; ``logits`` None for a prompt too long."""
+    """The option chosen from an answer, or why none was; ``answer`` None for a prompt too long."""
     prompt, letters = prepared.prompts[index], prepared.letters.letters
     question = rotate(prepared.asked[index], prompt.rotation)
     values: tuple[float | None, ...] = (None,) * len(letters)
     decision, status = None, Status.TOO_LONG
-    if logits is not None:
-        values = tuple(float(v) if math.isfinite(v) else None for v in logits.values)
+    generated, matched = None, None
+    if isinstance(answer, LetterLogits):
+        values = tuple(float(v) if math.isfinite(v) else None for v in answer.values)
         scores = SCORING_METHODS[config.scoring](
             option_logits(values, prompt.letters, letters), prompt.letters
         )
-        decision = decide(scores)
-        status = Status.INVALID if decision.predicted is None else Status.SCORED
+        decision = decide(scores, partial=bool(config.endpoint))
+    elif isinstance(answer, GeneratedText):
+        decision = Decision(None, tied=False)
+        if answer.text is not None:
+            generated = bounded(answer.text)
+            found = TEXT_SCORING_METHODS[config.scoring](generated, prompt.letters)
+            matched = found is not None
+            drawn = draw_option(config.seed, question.id, prompt.rotation, len(prompt.letters))
+            decision = Decision(drawn if found is None else found, tied=False)
+    if decision is not None and decision.predicted is not None:
+        status = Status.SCORED
+    elif decision is not None:
+        status = Status.UNSEEN if config.endpoint else Status.INVALID
+    n_tokens = len(prepared.encoded[index].input_ids) if prepared.encoded else 0
     return Prediction(
         question_id=question.id,
         group=question.group,
@@ -535,10 +785,12 @@ def predict(
         predicted=decision.predicted if decision else None,
         tied=decision.tied if decision else False,
         letter_logits=values,
-        n_tokens=len(prepared.encoded[index].input_ids),
-        latency_s=logits.latency_s if logits else None,
+        n_tokens=answer.n_tokens if answer and answer.n_tokens else n_tokens,
+        latency_s=answer.latency_s if answer else None,
         status=status,
         n_shots=prompt.n_shots,
         rotation=prompt.rotation,
         index=index,
+        generated=generated,
+        matched=matched,
     )

@@ -17,7 +17,14 @@ from edge_eval import charts, metrics
 from edge_eval.charts import ACCURACY, CHANCE, HIGH, LOW, Row
 from edge_eval.errors import RecordError
 from edge_eval.likeness import CONDITIONS, MACHINE
-from edge_eval.metrics import Accuracy, Float64Array, Latency, LetterShare, MacroAccuracy
+from edge_eval.metrics import (
+    Accuracy,
+    Float64Array,
+    Latency,
+    LetterShare,
+    MacroAccuracy,
+    ReadAnswers,
+)
 from edge_eval.questions import SAMPLE_NOTE
 from edge_eval.schema import Prediction, RunRecord
 
@@ -51,6 +58,7 @@ class Run:
     ece: float | None
     brier: float | None
     letters: tuple[LetterShare, ...]
+    answers: ReadAnswers | None  # of generated texts
 
     @property
     def status(self) -> str:
@@ -73,7 +81,9 @@ class Run:
         shots = f"{config.shots}-shot" if config.shots else "zero-shot"
         chat = "no chat template" if config.chat_template == "off" else "in a chat template"
         rotated = ", options rotated" if config.permute else ""
-        return f"{config.protocol} ({config.template}), {shots}, {config.scoring}, {chat}{rotated}"
+        tokens = f" from {config.max_new_tokens} tokens" if self.answers else ""
+        scoring = f"{config.scoring}{tokens}"
+        return f"{config.protocol} ({config.template}), {shots}, {scoring}, {chat}{rotated}"
 
     @property
     def data(self) -> str:
@@ -91,6 +101,8 @@ class Run:
             return "nothing was timed"
         found, config = self.record.environment, self.record.config
         cpu = found.get("cpu_model") or found.get("architecture") or "unknown processor"
+        if config.endpoint:
+            return f"{config.endpoint}, at the client ({cpu}), network included"
         shared = ", prefixes shared" if config.reuse == "shared" else ""
         return f"{config.scenario}{shared}, {cpu}, {found.get('threads', '?')} threads"
 
@@ -129,6 +141,7 @@ def examine(records: Sequence[RunRecord], *, include_incomplete: bool = False) -
             ece=metrics.expected_calibration_error(record.predictions),
             brier=metrics.brier_score(record.predictions),
             letters=metrics.letter_shares(record.predictions),
+            answers=metrics.read_answers(record.predictions),
         )
         for number, (label, record) in enumerate(zip(_labels(records), records, strict=True), 1)
     ]
@@ -178,6 +191,13 @@ def find_notes(runs: Sequence[Run]) -> list[str]:
             notes.append(
                 f"{name} was converted from files of {plain(str(tool))}: its times are unknown."
             )
+        if answers := run.answers:
+            notes.append(
+                f"{name}: {number(percent(answers.fallbacks.value))} % of the answers could not be "
+                f"read from the text and are random options; of those read "
+                f"{number(percent(answers.matched.value))} % are right, and with random ones at chance "
+                f"the accuracy is {number(percent(answers.expected.value))} %."
+            )
         if not run.record.complete:
             notes.append(f"{name} is {run.status}; its figures are of that part.")
         if run.record.config.permute:
@@ -188,6 +208,7 @@ def find_notes(runs: Sequence[Run]) -> list[str]:
             "rows of the data refused": run.record.data.n_refused,
             "invalid, a logit not being finite": run.micro.n_invalid,
             "too long for the model": run.micro.n_too_long,
+            "without a letter among the endpoint's likeliest tokens": run.micro.n_unseen,
             "tied, the first option taken": run.micro.n_tied,
         }
         if words := [f"{count:,} {what}" for what, count in counts.items() if count]:
@@ -347,7 +368,7 @@ def reliability(runs: Sequence[Run]) -> Figure:
     for run in runs:
         bins: dict[int, list[tuple[float, Prediction]]] = {}
         for p in run.record.predictions:
-            if p.predicted is not None:
+            if p.predicted is not None and metrics.has_probabilities(p):
                 confidence = float(metrics.letter_probabilities(p)[p.predicted])
                 edge = max(int(np.ceil(confidence * metrics.N_CALIBRATION_BINS)), 1)
                 bins.setdefault(edge, []).append((confidence, p))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_eval.schema import RunRecord
+from edge_eval.scoring import TEXT_SCORING_METHODS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ CONDITIONS: dict[str, Callable[[RunRecord], Any]] = {
     "protocol": lambda r: r.config.protocol,
     "template": lambda r: r.config.template,
     "scoring": lambda r: r.config.scoring,
+    "max_new_tokens": lambda r: r.config.max_new_tokens,
     "shots": lambda r: r.config.shots,
     "shots' rows": lambda r: r.scoring.get("shots_sha256"),
     "allow_fewer_shots": lambda r: bool(r.config.shots) and r.config.allow_fewer_shots,
@@ -84,10 +86,18 @@ CONDITIONS: dict[str, Callable[[RunRecord], Any]] = {
 
 # What must agree, and be known, before two times are set against each other.
 MACHINE: dict[str, Callable[[RunRecord], Any]] = {
+    # An endpoint's times are the client's, with the network in them.
+    "place": lambda r: r.config.endpoint or "this machine",
     "processor": lambda r: r.environment.get("cpu_model"),
     "instruction sets": lambda r: r.environment.get("instruction_sets"),
     "threads": lambda r: r.environment.get("threads"),
     "streams": lambda r: r.environment.get("streams", 1),
     "scenario": lambda r: r.config.scenario,
     "reuse": lambda r: r.config.reuse,
+    # Texts are longer than one pass, and read the whole head.
+    "answer": lambda r: (
+        f"{r.config.max_new_tokens} new tokens"
+        if r.config.scoring in TEXT_SCORING_METHODS
+        else "letters"
+    ),
 }

@@ -55,6 +55,26 @@ class Accuracy:
     n_too_long: int
     n_tied: int
     value_of_all: float | None  # with unscored counted as wrong; None when all were scored
+    n_unseen: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Proportion:
+    """A share of n with its 95 % interval; all but n None if n is 0."""
+
+    n: int
+    value: float | None
+    ci_low: float | None
+    ci_high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAnswers:
+    """What an accuracy of generated answers is made of: those read, and random options."""
+
+    fallbacks: Proportion  # of the scored questions, those answered by a random option (Wilson)
+    matched: Proportion  # right among those whose text was read (Wilson)
+    expected: Proportion  # right if each random option counts 1 / number of options (normal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +147,34 @@ def micro_accuracy(predictions: Sequence[Prediction]) -> Accuracy:
         n_too_long=status[Status.TOO_LONG],
         n_tied=sum(p.tied for p in scored),
         value_of_all=n_correct / len(predictions) if 0 < n < len(predictions) else None,
+        n_unseen=status[Status.UNSEEN],
     )
+
+
+def read_answers(predictions: Sequence[Prediction]) -> ReadAnswers | None:
+    """What generated answers were read and what chance added; None where none were generated."""
+    scored = [p for p in _scored(predictions) if p.matched is not None]
+    if not scored:
+        return None
+    matched = [p for p in scored if p.matched]
+    credit = np.array([float(p.correct) if p.matched else 1 / len(p.letters) for p in scored])
+    value, n = float(credit.mean()), len(scored)
+    # Without the draw's own noise: what is left is that of the questions.
+    error = float(credit.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
+    return ReadAnswers(
+        fallbacks=_proportion(n - len(matched), n),
+        matched=_proportion(sum(p.correct for p in matched), len(matched)),
+        expected=Proportion(
+            n,
+            value,
+            max(0.0, value - Z * error) if error else None,
+            min(1.0, value + Z * error) if error else None,
+        ),
+    )
+
+
+def _proportion(count: int, n: int) -> Proportion:
+    return Proportion(n, count / n, *_wilson(count, n)) if n else Proportion(0, None, None, None)
 
 
 def macro_accuracy(predictions: Sequence[Prediction]) -> MacroAccuracy:
@@ -263,13 +310,20 @@ def letter_probabilities(prediction: Prediction) -> Float64Array:
     return np.asarray(weights / weights.sum(), dtype=np.float64)
 
 
+def has_probabilities(prediction: Prediction) -> bool:
+    """Whether all of a question's letters have a logit: not in generated texts or an endpoint's top."""
+    start = OPTION_LETTERS.index(prediction.letters[0])
+    return None not in prediction.letter_logits[start : start + len(prediction.letters)]
+
+
 def expected_calibration_error(predictions: Sequence[Prediction]) -> float | None:
     """Mean gap between confidence in the chosen option and accuracy, over 10 equal-width bins.
 
-    0 is calibrated, 1 the worst; None when nothing is scored. A bin holds its upper edge.
+    0 is calibrated, 1 the worst; None when nothing is scored, or a letter of it has no logit. A bin
+    holds its upper edge.
     """
     scored = _scored(predictions)
-    if not scored:
+    if not scored or not all(map(has_probabilities, scored)):
         return None
     confidence = np.array([letter_probabilities(p)[p.predicted] for p in scored])
     correct = np.array([p.correct for p in scored], dtype=np.float64)
@@ -281,10 +335,11 @@ def expected_calibration_error(predictions: Sequence[Prediction]) -> float | Non
 def brier_score(predictions: Sequence[Prediction]) -> float | None:
     """Mean squared distance of the probabilities from the answer, summed over the options present.
 
-    0 is perfect, 2 the worst, 1 - 1/k an even guess among k; None when nothing is scored.
+    0 is perfect, 2 the worst, 1 - 1/k an even guess among k; None when nothing is scored, or a
+    letter of it has no logit.
     """
     scored = _scored(predictions)
-    if not scored:
+    if not scored or not all(map(has_probabilities, scored)):
         return None
     distances = []
     for p in scored:

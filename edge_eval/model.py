@@ -7,7 +7,7 @@ and multiplies them with the last hidden state. Change a session's options in op
 import math
 import mmap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,13 @@ import numpy.typing as npt
 
 from edge_eval.errors import ModelError
 from edge_eval.model_dir import EMBEDDING, GRAPH, HEAD, HEAD_BIAS
-from edge_eval.schema import ExportManifest, Float32Array, Int64Array, LetterLogits
+from edge_eval.schema import (
+    ExportManifest,
+    Float32Array,
+    GeneratedText,
+    Int64Array,
+    LetterLogits,
+)
 
 # Keys and values of every layer, in the graph's own order: (1, kv_heads, past, head_dim) each.
 Past = tuple[Any, ...]
@@ -304,6 +310,41 @@ class LetterReader:
                 step = np.array([token_id], dtype=np.int64)
                 hidden_next, past_next = self.model.run(step, past, keep=True)
                 self._walk(hidden_next, past_next, longer, depth + 1, total, values)
+
+
+@dataclass(frozen=True, slots=True)
+class TextReader:
+    """Lets a model write on behind a prompt, the likeliest token each time; used for every prompt."""
+
+    model: Model
+    max_new_tokens: int
+    stop_ids: frozenset[int]  # tokens that end a text
+    decode: Callable[[Sequence[int]], str]
+
+    def read(self, input_ids: Int64Array, past: Past | None = None) -> GeneratedText:
+        """The text behind a prompt, and the time of its forward passes.
+
+        It ends at a stop token, at ``max_new_tokens``, or where the model can take no more.
+        """
+        start = time.perf_counter()
+        longest = self.model.manifest.max_length
+        n_before = len(input_ids) + (past[0].shape[2] if past else 0)
+        ids: list[int] = []
+        while True:
+            is_last = len(ids) + 1 == self.max_new_tokens or n_before + len(ids) >= longest
+            hidden, past = self.model.run(input_ids, past, keep=not is_last)
+            logits = self.model.all_logits(hidden)
+            if not np.isfinite(logits).all():
+                return GeneratedText(None, time.perf_counter() - start)
+            token_id = int(np.argmax(logits))
+            if token_id in self.stop_ids:
+                break
+            ids.append(token_id)
+            if is_last:
+                break
+            input_ids = np.array([token_id], dtype=np.int64)
+        latency_s = time.perf_counter() - start
+        return GeneratedText(self.decode(ids), latency_s)
 
 
 def _log_sum_exp(logits: npt.NDArray[np.float64]) -> float:

@@ -11,7 +11,7 @@ tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ HEAD = "lm_head.npy"
 HEAD_BIAS = "lm_head_bias.npy"
 EMBEDDING = "embedding.npy"
 TOKENIZER = "tokenizer.json"
+
+UNKNOWN = "unknown"
 
 # Raised when a directory written by an older edge_eval can no longer be read.
 SCHEMA_VERSION = 1
@@ -166,6 +168,36 @@ def write_manifest(directory: Path, manifest: ExportManifest) -> None:
     """Write manifest.json; the last file an exporter writes."""
     text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False, allow_nan=False)
     (directory / MANIFEST).write_text(text + "\n", encoding="utf-8", newline="\n")
+
+
+def unknown_manifest(
+    name: str, source: str, tools: Mapping[str, str], **known: Any
+) -> ExportManifest:
+    """The manifest of a model of which no files are here, but for what is ``known`` of it.
+
+    What is not known is marked: text is "unknown", a number 0, anything else False or None.
+    """
+    fields: dict[str, Any] = {
+        "schema_version": 0,
+        "revision": None,
+        "architecture": UNKNOWN,
+        "precision": UNKNOWN,
+        "graph": UNKNOWN,
+        "n_layers": 0,
+        "hidden_size": 0,
+        "vocab_size": 0,
+        "max_length": 0,
+        "sliding_window": None,
+        "tied_embedding": False,
+        "embedding_scale": 0.0,
+        "head_bias": False,
+        "head_scale": 0.0,
+        "head_softcap": None,
+        "files": {},
+        "parity": {},
+        "created": UNKNOWN,
+    }
+    return ExportManifest(name=name, source=source, tools=tools, **(fields | known))
 
 
 def size_on_disk(manifest: ExportManifest) -> int:

@@ -246,8 +246,8 @@ def _texts(prediction: Prediction, question: Question | None) -> list[str] | Non
 
 
 def _answers(run: Run, predictions: Sequence[Prediction | None]) -> dict[str, Any]:
-    """A run's answers: the option's digit, or "i" invalid, "l" too long, "-" not asked."""
-    marks = {Status.INVALID: "i", Status.TOO_LONG: "l"}
+    """A run's answers: the option's digit, "i" invalid, "l" too long, "u" unseen, "-" not asked."""
+    marks = {Status.INVALID: "i", Status.TOO_LONG: "l", Status.UNSEEN: "u"}
     scored = [p if p and p.predicted is not None else None for p in predictions]
     return {
         "label": run.label,
@@ -257,7 +257,9 @@ def _answers(run: Run, predictions: Sequence[Prediction | None]) -> dict[str, An
             for p in predictions
         ),
         "permille": [
-            0 if p is None else [round(1000 * x) for x in metrics.letter_probabilities(p).tolist()]
+            0
+            if p is None or not metrics.has_probabilities(p)
+            else [round(1000 * x) for x in metrics.letter_probabilities(p).tolist()]
             for p in scored
         ],
         "ms": [

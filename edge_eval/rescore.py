@@ -11,9 +11,16 @@ from dataclasses import replace
 import numpy as np
 
 from edge_eval.errors import OptionError
-from edge_eval.metrics import letter_probabilities
+from edge_eval.generated import draw_option
+from edge_eval.metrics import has_probabilities, letter_probabilities
 from edge_eval.schema import Prediction, RunRecord, Status
-from edge_eval.scoring import SCORING_METHODS, Scores, decide, option_logits
+from edge_eval.scoring import (
+    SCORING_METHODS,
+    TEXT_SCORING_METHODS,
+    Scores,
+    decide,
+    option_logits,
+)
 
 
 def unrotated(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
@@ -22,12 +29,15 @@ def unrotated(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
 
 
 def rescore(record: RunRecord, method: str) -> RunRecord:
-    """The run with every prediction made anew by a rule in SCORING_METHODS or RUN_METHODS.
+    """The run with every prediction made anew by a rule of scoring.py or in RUN_METHODS.
 
     Errors: OptionError for an unknown rule, or one the record cannot serve.
     """
+    _check_kept(record, method)
     if method in RUN_METHODS:
         predictions = RUN_METHODS[method](record)
+    elif method in TEXT_SCORING_METHODS:
+        predictions = [_read_again(record, p, method) for p in unrotated(record.predictions)]
     elif method in SCORING_METHODS:
         if method == "per-character" and not record.scoring.get("normalized"):
             raise OptionError(
@@ -35,24 +45,57 @@ def rescore(record: RunRecord, method: str) -> RunRecord:
                 "with --protocol oall."
             )
         predictions = [
-            _decided(p, SCORING_METHODS[method](_logits(record, p), p.letters))
+            _decided(
+                p,
+                SCORING_METHODS[method](_logits(record, p), p.letters),
+                partial=bool(record.config.endpoint),
+            )
             for p in unrotated(record.predictions)
         ]
     else:
-        known = ", ".join((*SCORING_METHODS, *RUN_METHODS))
+        known = ", ".join((*SCORING_METHODS, *TEXT_SCORING_METHODS, *RUN_METHODS))
         raise OptionError(f"no scoring {method!r}: there are {known}.")
     config = replace(record.config, scoring=method, permute=False)
     return replace(record, config=config, predictions=tuple(predictions))
+
+
+def _check_kept(record: RunRecord, method: str) -> None:
+    """Raise OptionError for a rule that needs what this run did not see."""
+    reads_text = method in TEXT_SCORING_METHODS
+    if reads_text != (record.config.scoring in TEXT_SCORING_METHODS):
+        raise OptionError(
+            f"{method} reads generated texts, and this record keeps letters' values: run again with "
+            f"--scoring {method}."
+            if reads_text
+            else f"{method} needs the letters' values, and this record keeps generated texts: run "
+            "again with another --scoring."
+        )
+    scored = (p for p in record.predictions if p.status is Status.SCORED)
+    if method in RUN_METHODS and not all(map(has_probabilities, scored)):
+        raise OptionError(
+            f"{method} needs the probability of every letter, and this record's endpoint told of the "
+            f"likeliest {record.config.top_logprobs} tokens only: ask for more with --top-logprobs."
+        )
+
+
+def _read_again(record: RunRecord, prediction: Prediction, method: str) -> Prediction:
+    if prediction.generated is None:
+        return prediction
+    found = TEXT_SCORING_METHODS[method](prediction.generated, prediction.letters)
+    n_options = len(prediction.letters)
+    drawn = draw_option(record.config.seed, prediction.question_id, prediction.rotation, n_options)
+    predicted = drawn if found is None else found
+    return replace(prediction, predicted=predicted, matched=found is not None)
 
 
 def _logits(record: RunRecord, prediction: Prediction) -> Scores:
     return option_logits(prediction.letter_logits, prediction.letters, record.scoring["letters"])
 
 
-def _decided(prediction: Prediction, scores: Scores) -> Prediction:
-    if prediction.status is Status.TOO_LONG:
+def _decided(prediction: Prediction, scores: Scores, *, partial: bool = False) -> Prediction:
+    if prediction.status in (Status.TOO_LONG, Status.UNSEEN):
         return prediction
-    decision = decide(scores)
+    decision = decide(scores, partial=partial)
     return replace(
         prediction,
         predicted=decision.predicted,

@@ -109,6 +109,19 @@ class LetterLogits:
 
     values: Float32Array  # (10,)
     latency_s: float
+    n_tokens: int | None = None  # of the prompt, where an endpoint counted them
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedText:
+    """What a model wrote behind a prompt, greedily."""
+
+    text: str | None  # None where the logits were not finite
+    latency_s: float  # of the prompt and all its new tokens
+    n_tokens: int | None = None  # of the prompt, where an endpoint counted them
+
+
+Answer: TypeAlias = LetterLogits | GeneratedText
 
 
 class Status(StrEnum):
@@ -117,6 +130,7 @@ class Status(StrEnum):
     SCORED = "scored"
     INVALID = "invalid"  # a logit was not finite: never a prediction
     TOO_LONG = "too_long"  # more tokens than the model can take: never cut
+    UNSEEN = "unseen"  # none of its letters was among the tokens that an endpoint told of
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +150,14 @@ class Prediction:
     predicted: int | None  # None unless status is SCORED
     tied: bool
     letter_logits: tuple[float | None, ...]  # (10,); None where not finite or not computed
-    n_tokens: int
+    n_tokens: int  # 0 where unknown
     latency_s: float | None
     status: Status
     n_shots: int = 0
     rotation: int = 0  # 0 unless the run asked every question with its options rotated
     index: int = 0  # of the prompt, in the data's order
+    generated: str | None = None  # the beginning of the text that was read for an answer
+    matched: bool | None = None  # False: no answer could be read, ``predicted`` is a random option
 
     @property
     def task(self) -> str:
@@ -165,10 +181,13 @@ class RunConfig:
     protocol: str = "paper"  # a name in PROTOCOLS
     prompt: str = "en"
     letters: str = "latin"
-    scoring: str = "argmax"  # a name in SCORING_METHODS
+    scoring: str = "argmax"  # a name in SCORING_METHODS or TEXT_SCORING_METHODS
+    max_new_tokens: int = 1  # of a text that is read for an answer
+    endpoint: str = ""  # URL of a server that answers instead of a model directory
+    top_logprobs: int = 20  # tokens an endpoint is asked to tell of, where letters are scored
     shots: int = 0
     allow_fewer_shots: bool = False
-    chat_template: str = "off"  # "off", "auto" (the model's own) or a file's name
+    chat_template: str = "off"  # "off", "auto" (the model's), a file's name, "server" (endpoint's)
     system_prompt: str = ""  # only with a chat template
     permute: bool = False  # every question asked with its options rotated
     tasks: tuple[str, ...] = ()
@@ -176,12 +195,14 @@ class RunConfig:
     levels: tuple[str, ...] = ()
     countries: tuple[str, ...] = ()
     limit: int | None = None
-    seed: int = 0
+    seed: int = 0  # of the limit's sample, and of random options
 
-    scenario: str = "single-stream"  # or "offline"
+    scenario: str = "single-stream"  # or "offline"; "endpoint" for one, measured at the client
     reuse: str = "none"  # or "shared": prefixes computed once
     threads: int | None = None
     warmup: int = 3
+    concurrency: int = 1  # requests to an endpoint at once
+    timeout_s: float = 120.0  # for an endpoint's answer to one request
 
     @property
     def template(self) -> str:

@@ -1,5 +1,7 @@
 """Letter logits -> a score per option, and the option chosen; SCORING_METHODS and PROTOCOLS below.
 
+What reads an answer out of a generated text instead stands in TEXT_SCORING_METHODS.
+
 Source of the default: mbzuai-nlp/ArabicMMLU, util_compute.py at 8d5b148: of the letters the
 question has, the one with the largest next-token logit.
 """
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from edge_eval.generated import read_answer
+
 Scores = npt.NDArray[np.float64]  # (options,), larger is better
 
 
@@ -20,8 +24,14 @@ class Decision:
     tied: bool
 
 
-def decide(scores: Scores) -> Decision:
-    """The option with the largest score; ties go to the first and are reported."""
+def decide(scores: Scores, *, partial: bool = False) -> Decision:
+    """The option with the largest score; ties go to the first and are reported.
+
+    partial: a score that is missing belongs to a letter below all that an endpoint told of, so that
+    those decide; none at all is no prediction.
+    """
+    if partial and np.isfinite(scores).any():
+        scores = np.where(np.isfinite(scores), scores, -np.finfo(np.float64).max)
     if not np.isfinite(scores).all():
         return Decision(None, tied=False)
     best = int(np.argmax(scores))
@@ -48,6 +58,11 @@ SCORING_METHODS: dict[str, Callable[[Scores, Sequence[str]], Scores]] = {
     "argmax": _argmax,
     # Source: lighteval's LogProbCharNorm; wants log-probabilities, not bare logits.
     "per-character": _per_character,
+}
+
+# Name -> the index of the option that a text answers with, given the question's letters.
+TEXT_SCORING_METHODS: dict[str, Callable[[str, Sequence[str]], int | None]] = {
+    "generated": read_answer,
 }
 
 

@@ -23,8 +23,11 @@ class SharedIterator(Generic[T]):
             return next(self._items)
 
 
-def merge(sources: Iterable[Iterator[T]]) -> Iterator[T]:
-    """The items of all sources; an error in one is raised here, and the others stop soon after."""
+def merge(sources: Iterable[Iterator[T]], *, wait: bool = True) -> Iterator[T]:
+    """The items of all sources; an error in one is raised here, and the others stop soon after.
+
+    wait: until they have stopped; not for sources that a network may hold for minutes.
+    """
     sources = list(sources)
     if len(sources) == 1:
         yield from sources[0]
@@ -57,5 +60,5 @@ def merge(sources: Iterable[Iterator[T]]) -> Iterator[T]:
                 yield item  # type: ignore[misc]  # an item comes without an error
     finally:
         stop.set()
-        for thread in threads:
+        for thread in threads if wait else ():
             thread.join()

@@ -12,7 +12,7 @@ from edge_eval.metrics import Accuracy, slice_label
 from edge_eval.questions import SAMPLE_NOTE
 from edge_eval.rescore import rescore, unrotated
 from edge_eval.schema import RunRecord
-from edge_eval.scoring import PROTOCOLS
+from edge_eval.scoring import PROTOCOLS, TEXT_SCORING_METHODS
 
 
 def summarize(record: RunRecord) -> dict[str, Any]:
@@ -41,17 +41,21 @@ def summarize(record: RunRecord) -> dict[str, Any]:
         "n_scored": micro.n_scored,
         "n_invalid": micro.n_invalid,
         "n_too_long": micro.n_too_long,
+        "n_unseen": micro.n_unseen,
         "n_tied": micro.n_tied,
         "micro_accuracy": _fields(micro),
         "macro_accuracy": _fields(macro),
+        "generated": _generated(record),
         "groups": {k: _fields(v) for k, v in metrics.by(predictions, "group").items()},
         "tasks": {k: _fields(v) for k, v in metrics.by(predictions, "task").items()},
         "slices": {
             name: {k: _fields(v) for k, v in metrics.by(predictions, name).items()}
             for name in metrics.QUESTION_SLICES
         },
+        "endpoint": _endpoint(record),
         "latency": {
             "scenario": record.config.scenario,
+            "measured": LATENCY_WORDS["endpoint" if record.config.endpoint else "here"],
             "reuse": record.config.reuse,
             "n": timing.n,
             "latency_p50_ms": timing.p50_ms,
@@ -59,8 +63,8 @@ def summarize(record: RunRecord) -> dict[str, Any]:
             "latency_p99_ms": timing.p99_ms,
             "latency_max_ms": timing.max_ms,
             "latency_mean_ms": timing.mean_ms,
-            "mean_tokens": timing.mean_tokens,
-            "prompt_tokens_per_s": timing.tokens_per_s,
+            "mean_tokens": timing.mean_tokens or None,  # 0 where an endpoint does not count them
+            "prompt_tokens_per_s": None if record.config.endpoint else timing.tokens_per_s,
             "drift": timing.drift,
         },
         "prompts_per_s": _rate(record),
@@ -73,6 +77,39 @@ def summarize(record: RunRecord) -> dict[str, Any]:
             key: record.environment.get(key)
             for key in ("cpu_model", "architecture", "instruction_sets", "threads", "os")
         },
+    }
+
+
+LATENCY_WORDS = {
+    "here": "forward passes, without tokenisation",
+    "endpoint": "of the endpoint at the client, network included",
+}
+
+
+def _generated(record: RunRecord) -> dict[str, Any] | None:
+    """What the accuracy of generated answers is made of; None where letters were scored."""
+    found = metrics.read_answers(unrotated(record.predictions))
+    if found is None:
+        return None
+    return {
+        "max_new_tokens": record.config.max_new_tokens,
+        "fallbacks": _fields(found.fallbacks),
+        "matched_accuracy": _fields(found.matched),
+        "expected_accuracy": _fields(found.expected),
+    }
+
+
+def _endpoint(record: RunRecord) -> dict[str, Any] | None:
+    """Who answered, where it was no model directory."""
+    if not record.config.endpoint:
+        return None
+    return {
+        "url": record.config.endpoint,
+        "kind": "chat" if record.config.chat_template == "server" else "completions",
+        "model": record.config.model,
+        "concurrency": record.config.concurrency,
+        "top_logprobs": None if _generated(record) else record.config.top_logprobs,
+        "n_retries": record.observed.get("n_retries"),
     }
 
 
@@ -89,6 +126,7 @@ def describe_protocol(record: RunRecord) -> dict[str, Any]:
         "protocol": config.protocol,
         "template": config.template,
         "scoring": config.scoring,
+        "max_new_tokens": config.max_new_tokens if config.scoring in TEXT_SCORING_METHODS else None,
         "shots": config.shots,
         "chat_template": config.chat_template,
         "normalized": record.scoring.get("normalized"),
@@ -110,6 +148,14 @@ def print_summary(record: RunRecord, console: Console, *, slices: bool = False) 
         soft_wrap=True,
     )
     console.print(f"Protocol: {_protocol_words(figures['protocol'])}", soft_wrap=True)
+    if (endpoint := figures["endpoint"]) is not None:
+        told = endpoint["top_logprobs"]
+        how = f", letters among its {told} likeliest tokens" if told else ""
+        console.print(
+            f"Asked: {escape(endpoint['url'])} ({endpoint['kind']}{how}); its tokenizer and "
+            "precision are unknown",
+            soft_wrap=True,
+        )
     if not record.complete:
         console.print(
             f"[bold]Interrupted:[/bold] {len(record.predictions):,} of "
@@ -133,9 +179,13 @@ def print_summary(record: RunRecord, console: Console, *, slices: bool = False) 
 def _protocol_words(protocol: Mapping[str, Any]) -> str:
     shots = f"{protocol['shots']}-shot" if protocol["shots"] else "zero-shot"
     chat = "" if protocol["chat_template"] == "off" else ", in a chat template"
+    new_tokens = protocol["max_new_tokens"]
+    text = (
+        f" (first {'token' if new_tokens == 1 else f'{new_tokens} tokens'})" if new_tokens else ""
+    )
     return (
         f"{protocol['protocol']} ({protocol['template']}), {shots}{chat}, scoring "
-        f"{protocol['scoring']}; its headline is the {protocol['headline']} average"
+        f"{protocol['scoring']}{text}; its headline is the {protocol['headline']} average"
     )
 
 
@@ -166,6 +216,16 @@ def _accuracy_table(record: RunRecord, *, slices: bool) -> Table:
     if micro.value_of_all is not None:
         n_all = str(len(predictions))
         table.add_row("micro, unscored as wrong", n_all, _percent(micro.value_of_all), "", "")
+    if (found := metrics.read_answers(unrotated(record.predictions))) is not None:
+        table.add_section()
+        for name, share in (
+            ("answers read from the text", found.matched),
+            ("expected, random ones at chance", found.expected),
+            ("share answered at random", found.fallbacks),
+        ):
+            interval = _interval(share.ci_low, share.ci_high)
+            table.add_row(name, str(share.n), _percent(share.value), interval, "")
+        table.add_section()
     table.add_row("always the first option", str(micro.n_scored), _percent(micro.always_a), "", "")
     table.add_row("most common answer", str(micro.n_scored), _percent(micro.majority), "", "")
     return table
@@ -193,6 +253,7 @@ def _print_counts(figures: Mapping[str, Any], console: Console) -> None:
         "rows refused": figures["data"]["n_refused"],
         "invalid (a logit was not finite)": figures["n_invalid"],
         "too long for the model": figures["n_too_long"],
+        "no letter among the endpoint's likeliest tokens": figures["n_unseen"],
         "tied (first option taken)": figures["n_tied"],
     }
     words = [f"{name}: {count:,}" for name, count in counts.items() if count]
@@ -210,15 +271,32 @@ def _cost_table(figures: Mapping[str, Any]) -> Table:
     times = ", ".join(f"{name} {_ms(timing[f'latency_{name}_ms'])}" for name in known)
     shared = ", shared beginnings" if timing["reuse"] == "shared" else ""
     measured = f"{times} (n = {timing['n']:,})" if timing["n"] else "not measured"
-    table.add_row(f"latency, {timing['scenario']}{shared}", measured)
-    if timing["mean_tokens"] is not None:
+    endpoint = figures["endpoint"]
+    if endpoint is not None:
+        at_once = endpoint["concurrency"]
+        several = f", {at_once} requests at once" if at_once > 1 else ""
+        table.add_row("latency of the endpoint", measured)
+        table.add_row("", f"at the client, network included{several}")
+    else:
+        written = ", text" if figures["generated"] else ""
+        table.add_row(f"latency, {timing['scenario']}{shared}{written}", measured)
+    if timing["mean_tokens"]:
         table.add_row(
             "prompts",
             f"{timing['mean_tokens']:.0f} tokens on average, "
-            f"{timing['prompt_tokens_per_s']:,.0f} prompt tokens per second",
+            + (
+                f"{timing['prompt_tokens_per_s']:,.0f} prompt tokens per second"
+                if endpoint is None
+                else "as the server counts them"
+            ),
         )
     if figures["prompts_per_s"]:
         table.add_row("throughput", f"{figures['prompts_per_s']:.1f} prompts per second")
+    if endpoint is not None:
+        table.add_row("requests sent again", f"{endpoint['n_retries'] or 0:,}")
+        client = machine["cpu_model"] or machine["architecture"] or "unknown"
+        table.add_row("client's machine", client)
+        return table
     table.add_row("model load", _seconds(figures["load_s"]))
     table.add_row("peak memory", _megabytes(figures["peak_memory_bytes"]))
     table.add_row("size on disk", _megabytes(figures["model"]["disk_bytes"]))

@@ -62,6 +62,12 @@ def vocabulary_size(tokenizer: Any) -> int:
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
+def control_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids of the control tokens: ends of texts and turns, and what no text holds."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return frozenset(token_id for token_id, token in added if token.special)
+
+
 def encode_prompts(tokenizer: Any, prompts: Iterable[Prompt]) -> Iterator[EncodedPrompt]:
     """The prompts' token ids, special tokens as the tokenizer's own file says."""
     waiting = iter(prompts)

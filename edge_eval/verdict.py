@@ -154,7 +154,9 @@ def _cost_table(c: Comparison) -> Table:
     table.add_row("same option chosen", f"{c.agreement * 100:.1f} % of {c.micro.n:,} questions")
     table.add_row(
         "letters' probabilities",
-        f"mean KL {c.mean_kl:.4f} nats, mean total variation {c.mean_total_variation:.4f}",
+        "not computed: a run does not know the probability of every letter"
+        if c.mean_kl is None or c.mean_total_variation is None
+        else f"mean KL {c.mean_kl:.4f} nats, mean total variation {c.mean_total_variation:.4f}",
     )
     for name, ratio in (("latency", c.latency), ("peak memory", c.memory), ("size", c.size)):
         baseline, candidate = _headings(c)

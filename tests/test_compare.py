@@ -267,6 +267,7 @@ def test_runs_that_scored_no_common_question_are_refused() -> None:
 # --- like for like
 
 UNLIKE: dict[str, dict[str, Any]] = {
+    "max_new_tokens": {"max_new_tokens": 4},
     "protocol": {"protocol": "lm-eval"},
     "template": {"prompt": "ar"},
     "scoring": {"scoring": "per-character"},
@@ -383,6 +384,7 @@ def test_latency_of_one_question_has_no_interval() -> None:
         ({"environment": {}}, "unknown processor"),
         ({"scenario": "offline"}, "other scenario: single-stream / offline"),
         ({"reuse": "shared"}, "other reuse: none / shared"),
+        ({"endpoint": "http://h/v1"}, "other place: this machine / http://h/v1"),
     ],
 )
 def test_latency_is_not_compared_across_machines(changes: dict[str, Any], reason: str) -> None:
@@ -395,6 +397,27 @@ def test_latency_is_not_compared_across_machines(changes: dict[str, Any], reason
 def test_times_that_nobody_took_are_a_reason() -> None:
     found = compare(timed(1.0), [timed(None)]).comparisons[0].latency
     assert found == Ratio(None, reason="no question was timed in both runs")
+
+
+def test_texts_of_other_lengths_are_not_timed_against_each_other() -> None:
+    first = timed(1.0, scoring="generated")
+    longer = timed(1.0, scoring="generated", max_new_tokens=8)
+    found = compare(first, [longer], force=True).comparisons[0]
+    assert found.latency.reason == "other answer: 1 new tokens / 8 new tokens"
+    assert compare(first, [timed(2.0, scoring="generated")]).comparisons[0].latency.value == 2
+
+
+def test_without_every_letters_probability_their_distance_is_not_computed() -> None:
+    texts = [replace(a, letter_logits=(None,) * 10, matched=True) for a in outcomes("110")]
+    runs = record(texts, scoring="generated"), record(texts[::-1], "int8", scoring="generated")
+    ranking = compare(runs[0], [runs[1]])
+    (found,) = ranking.comparisons
+    assert (found.mean_kl, found.mean_total_variation) == (None, None)
+    assert found.agreement == 1
+    json.dumps(comparison_json(ranking), allow_nan=False)
+    out = StringIO()
+    print_comparison(ranking, Console(file=out, width=120))
+    assert "not computed: a run does not know the probability of every letter" in out.getvalue()
 
 
 def test_memory_is_compared_when_measured_with_as_many_threads() -> None:

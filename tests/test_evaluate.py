@@ -24,6 +24,7 @@ from edge_eval.errors import (
     ScoringError,
 )
 from edge_eval.evaluate import evaluate, prepare
+from edge_eval.generated import read_answer
 from edge_eval.letters import ARABIC, LATIN, OPTION_LETTERS
 from edge_eval.model import open_model
 from edge_eval.model_dir import read_manifest
@@ -523,3 +524,46 @@ def test_predictions_are_those_of_the_papers_rule_in_torch(
         ids = [tokenizer(letter).input_ids[-1] for letter in present]
         confidence = torch.softmax(logits[ids], dim=0)
         assert prediction.predicted == int(torch.argmax(confidence))
+
+
+# ---- generated answers
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_generated_answer_is_the_models_own_text(
+    n: int, run: Callable[..., RunRecord], tiny_model: Path
+) -> None:
+    record = run(scoring="generated", max_new_tokens=n)
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    model = open_model(tiny_model, read_manifest(tiny_model), 1)
+    for prompt, p in zip(prepare(config_of(tiny_model)).prompts, record.predictions, strict=True):
+        ids = tokenizer.encode(prompt.text).ids
+        for _ in range(n):
+            following = int(np.argmax(model.all_logits(model.run(np.array(ids))[0])))
+            if following in (BOS, EOS):
+                break
+            ids.append(following)
+        assert p.generated == tokenizer.decode(ids[p.n_tokens :])
+        assert p.status is Status.SCORED
+        assert p.matched == (read_answer(p.generated, p.letters) is not None)
+        assert p.letter_logits == (None,) * 10
+
+
+def test_generated_answers_are_the_same_however_they_are_run(run: Callable[..., RunRecord]) -> None:
+    settings = {"scoring": "generated", "max_new_tokens": 3}
+    records = [
+        run(name="plain", **settings),
+        run(name="offline", scenario="offline", threads=2, **settings),
+        run(name="shared", reuse="shared", **settings),
+    ]
+    texts = [[(p.generated, p.predicted) for p in record.predictions] for record in records]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_model_whose_letters_cannot_be_scored_can_still_write(
+    run: Callable[..., RunRecord], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = change_tokenizer(copy_model(tiny_model, tmp_path), merge_letters)
+    record = run(model, scoring="generated")
+    assert record.scoring["letter_ids"] == [[]] * 10
+    assert record.complete

@@ -24,6 +24,7 @@ from edge_eval.metrics import (
     letter_shares,
     macro_accuracy,
     micro_accuracy,
+    read_answers,
 )
 from edge_eval.schema import Prediction, Status
 
@@ -535,3 +536,40 @@ def test_more_evidence_never_widens_the_interval_of_one_share() -> None:
 
 def test_the_ceiling_is_the_papers() -> None:
     assert ACCURACY_CEILING == 0.96
+
+
+# ---- generated answers
+
+
+def test_random_options_are_told_apart_from_answers_read() -> None:
+    read = [replace(make(0, int(n >= 30)), matched=True) for n in range(40)]
+    drawn = [replace(make(0, int(n > 0), n_options=2), matched=False) for n in range(10)]
+    found = read_answers([*read, *drawn, make(status=Status.TOO_LONG, predicted=None)])
+    assert found is not None
+    assert (found.fallbacks.n, found.fallbacks.value) == (50, 0.2)
+    assert (found.matched.n, found.matched.value) == (40, 0.75)
+    assert found.expected.value == pytest.approx((30 + 10 * 0.5) / 50)
+    for share in (found.fallbacks, found.matched, found.expected):
+        assert share.ci_low is not None
+        assert share.ci_high is not None
+        assert 0 <= share.ci_low < (share.value or 0) < share.ci_high <= 1
+
+
+def test_where_nothing_was_generated_there_is_nothing_to_tell() -> None:
+    assert read_answers([]) is None
+    assert read_answers([make()]) is None
+
+
+def test_where_nothing_could_be_read_chance_is_expected_without_an_interval() -> None:
+    found = read_answers([replace(make(), matched=False) for _ in range(9)])
+    assert found is not None
+    assert (found.fallbacks.value, found.matched.value, found.expected.value) == (1, None, 0.25)
+    assert found.expected.ci_low is None
+
+
+def test_calibration_needs_every_letters_probability() -> None:
+    unseen = make(logits=[1.0, 2.0, 3.0, 4.0])
+    row = (*unseen.letter_logits[:3], None, *unseen.letter_logits[4:])
+    some = [make(), replace(unseen, letter_logits=row)]
+    assert expected_calibration_error(some) is None
+    assert brier_score(some) is None

@@ -12,7 +12,7 @@ import pytest
 from test_model_dir import copy_model, seal
 
 from edge_eval.errors import ModelError
-from edge_eval.model import Model, letter_reader, open_model
+from edge_eval.model import Model, TextReader, letter_reader, open_model
 from edge_eval.model_dir import read_manifest
 
 SINGLE = tuple((token_id,) for token_id in (34, 35, 36, 37, 38, 282, 273, 284, 272, 276))
@@ -90,6 +90,45 @@ def test_a_letter_that_is_not_measured_is_nan(model: Model, input_ids: Any) -> N
 
 def test_a_pass_takes_time(model: Model, input_ids: Any) -> None:
     assert 0 < letter_reader(model, SINGLE).read(input_ids).latency_s < 10
+
+
+def written(model: Model, input_ids: Any, n: int, **settings: Any) -> list[int]:
+    """The ids that a model writes, by their spelling in a decoder that only joins them."""
+    reader = TextReader(
+        model, n, settings.pop("stop_ids", frozenset()), lambda ids: " ".join(map(str, ids))
+    )
+    text = reader.read(input_ids, **settings).text
+    assert text is not None
+    return [int(token_id) for token_id in text.split()]
+
+
+def test_a_text_is_what_whole_passes_would_write(model: Model, input_ids: Any) -> None:
+    ids = list(input_ids)
+    for _ in range(6):
+        hidden, _ = model.run(np.array(ids))
+        ids.append(int(np.argmax(model.all_logits(hidden))))
+    expected = ids[len(input_ids) :]
+    assert written(model, input_ids, 6) == expected
+    assert written(model, input_ids, 1) == expected[:1]
+    _, past = model.run(input_ids[:3], keep=True)
+    assert written(model, input_ids[3:], 6, past=past) == expected
+
+
+def test_a_text_ends_at_a_stop_token(model: Model, input_ids: Any) -> None:
+    ids = written(model, input_ids, 6)
+    stop = ids[-1]
+    assert written(model, input_ids, 6, stop_ids=frozenset({stop})) == ids[: ids.index(stop)]
+
+
+def test_a_text_ends_where_the_model_can_take_no_more(model: Model, input_ids: Any) -> None:
+    short = replace(model, manifest=replace(model.manifest, max_length=len(input_ids) + 2))
+    assert written(short, input_ids, 6) == written(model, input_ids, 3)
+
+
+def test_a_model_whose_logits_are_not_finite_writes_nothing(model: Model, input_ids: Any) -> None:
+    head = np.full_like(model.head, np.nan)
+    reader = TextReader(replace(model, head=head), 3, frozenset(), str)
+    assert reader.read(input_ids).text is None
 
 
 def test_keys_and_values_are_kept_only_when_asked_for(model: Model, input_ids: Any) -> None:

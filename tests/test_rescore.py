@@ -94,3 +94,43 @@ def test_rules_that_a_record_cannot_serve_are_refused(plain: RunRecord) -> None:
         rescore(plain, "per-character")
     with pytest.raises(OptionError, match="no scoring 'magic'"):
         rescore(plain, "magic")
+
+
+# ---- generated answers
+
+
+@pytest.fixture(scope="module")
+def written(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    config = RunConfig(
+        model=str(tiny_model), limit=20, threads=1, scoring="generated", max_new_tokens=4
+    )
+    return evaluate(config, tmp_path_factory.mktemp("run") / "written.jsonl")
+
+
+def test_a_text_can_be_read_again_without_the_model(written: RunRecord) -> None:
+    assert all(p.generated is not None for p in written.predictions)
+    assert rescore(written, "generated").predictions == written.predictions
+    edited = [replace(p, generated="Answer: B") for p in written.predictions]
+    again = rescore(replace(written, predictions=tuple(edited)), "generated")
+    assert {(p.predicted, p.matched) for p in again.predictions} == {(1, True)}
+
+
+def test_random_options_are_the_seeds(written: RunRecord) -> None:
+    unread = [replace(p, generated="?") for p in written.predictions]
+    record = replace(written, predictions=tuple(unread))
+    other = replace(record, config=replace(record.config, seed=1))
+    first, second = (rescore(r, "generated").predictions for r in (record, other))
+    assert {p.matched for p in first} == {False}
+    assert rescore(record, "generated").predictions == first
+    assert [p.predicted for p in first] != [p.predicted for p in second]
+
+
+@pytest.mark.parametrize("method", ["argmax", "bias-corrected"])
+def test_a_text_has_no_letters_to_score(method: str, written: RunRecord) -> None:
+    with pytest.raises(OptionError, match="keeps generated texts"):
+        rescore(written, method)
+
+
+def test_letters_have_no_text_to_read(plain: RunRecord) -> None:
+    with pytest.raises(OptionError, match="--scoring generated"):
+        rescore(plain, "generated")

@@ -47,6 +47,12 @@ def test_a_score_that_is_not_finite_is_no_prediction(bad: float, place: int) -> 
     assert decide(scores(*values)) == Decision(None, tied=False)
 
 
+def test_letters_that_were_not_seen_stand_below_those_that_were() -> None:
+    assert decide(scores(math.nan, -3.0, -9.0), partial=True) == Decision(1, tied=False)
+    assert decide(scores(math.nan, -3.0, -3.0), partial=True) == Decision(1, tied=True)
+    assert decide(scores(math.nan, math.nan), partial=True) == Decision(None, tied=False)
+
+
 def test_only_the_questions_own_letters_are_compared() -> None:
     row = tuple(float(n) for n in range(10))
     assert option_logits(row, LATIN[:3], OPTION_LETTERS).tolist() == [0, 1, 2]

@@ -16,13 +16,13 @@ import numpy as np
 
 from edge_eval.errors import RecordError
 from edge_eval.letters import OPTION_LETTERS
-from edge_eval.metrics import is_negated
+from edge_eval.metrics import has_probabilities, is_negated
+from edge_eval.model_dir import UNKNOWN, unknown_manifest
 from edge_eval.prompts import render
 from edge_eval.questions import fingerprint_questions, load_questions
 from edge_eval.run_record import open_record
 from edge_eval.schema import (
     DataFingerprint,
-    ExportManifest,
     Prediction,
     Prompt,
     Question,
@@ -32,7 +32,6 @@ from edge_eval.schema import (
 )
 from edge_eval.scoring import Decision, decide
 
-UNKNOWN = "unknown"
 N_REFUSED_KEPT = 100
 
 # What no foreign file tells.
@@ -75,6 +74,11 @@ def ask_again(record: RunRecord, data: str | None) -> list[Asked]:
         raise RecordError(
             f"{record.path} is scored by {config.scoring}, and these files mean the largest logit: "
             "rescore it by argmax first."
+        )
+    if any(p.status is Status.SCORED and not has_probabilities(p) for p in record.predictions):
+        raise RecordError(
+            f"{record.path} keeps no value for some letters, which were not among the tokens its "
+            "endpoint told of: these files need all. Convert it --to csv."
         )
     found = load_questions(RunConfig(data=source))
     by_id = {question.id: question for question in found.test}
@@ -152,28 +156,13 @@ def foreign_record(
 
     refused: rows that are no scored question, and why; the first are kept in the record.
     """
-    manifest = ExportManifest(
-        schema_version=0,
-        name=config.model,
-        source=config.model,
+    manifest = unknown_manifest(
+        config.model,
+        config.model,
+        {tool: version},
         revision=revision,
-        architecture=UNKNOWN,
         precision=precision,
-        graph=UNKNOWN,
-        n_layers=0,
-        hidden_size=0,
-        vocab_size=0,
         max_length=max_length,
-        sliding_window=None,
-        tied_embedding=False,
-        embedding_scale=0.0,
-        head_bias=False,
-        head_scale=0.0,
-        head_softcap=None,
-        files={},
-        tools={tool: version},
-        parity={},
-        created=UNKNOWN,
     )
     return RunRecord(
         config=config,

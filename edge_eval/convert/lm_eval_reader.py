@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_eval.convert.foreign import UNKNOWN, foreign_record, predict
+from edge_eval.convert.foreign import foreign_record, predict
 from edge_eval.errors import RecordError
+from edge_eval.model_dir import UNKNOWN
 from edge_eval.prompts import PROMPT_TEMPLATES, PromptTemplate, render
 from edge_eval.questions import (
     HUB_REPOSITORY,

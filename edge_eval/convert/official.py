@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_eval.convert.foreign import UNKNOWN, ask_again, foreign_record, new_file, predict
+from edge_eval.convert.foreign import ask_again, foreign_record, new_file, predict
 from edge_eval.errors import RecordError
 from edge_eval.metrics import letter_probabilities
+from edge_eval.model_dir import UNKNOWN
 from edge_eval.prompts import PROMPT_TEMPLATES, render
 from edge_eval.questions import fingerprint_questions, load_questions
 from edge_eval.schema import Question, RunConfig, RunRecord

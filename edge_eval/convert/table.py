@@ -12,6 +12,7 @@ COLUMNS = (
     *("n_characters", "n_options", "rotation", "answer", "predicted", "correct", "tied", "status"),
     *("n_shots", "n_tokens", "latency_ms"),
     *(f"logit_{letter}" for letter in OPTION_LETTERS),
+    *("generated", "matched"),
 )
 
 
@@ -32,6 +33,7 @@ def _row(p: Prediction) -> list[object]:
         *("" if p.predicted is None else p.letters[p.predicted], p.correct, p.tied, p.status.value),
         *(p.n_shots, p.n_tokens, "" if p.latency_s is None else p.latency_s * 1e3),
         *p.letter_logits,
+        *(p.generated, p.matched),
     ]
 
 

@@ -178,6 +178,7 @@ function setUpBrowser() {
     if (answer === "-") return element("td", { className: "unscored" }, "not asked");
     if (answer === "i") return element("td", { className: "unscored" }, "invalid");
     if (answer === "l") return element("td", { className: "unscored" }, "too long");
+    if (answer === "u") return element("td", { className: "unscored" }, "no letter seen");
     const right = isRight(run, index);
     const mark = element("span", { className: right ? "right" : "wrong" }, right ? "✓ right" : "✗ wrong");
     const cell = element("td", { className: "answer" });
