@@ -41,6 +41,10 @@ _TOO_LONG = re.compile(
 )
 
 
+# A request's first choice, the prompt's tokens where the server counts them, and its time in s.
+_Answer = tuple[dict[str, Any], int | None, float]
+
+
 class _ForTheMomentError(Exception):
     """A failure that may pass."""
 
@@ -125,7 +129,7 @@ class Endpoint:
 
     def _ask(
         self, request: Mapping[str, Any], max_new_tokens: int, more: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], int | None, float] | None:
+    ) -> _Answer | None:
         """The first choice, the prompt's tokens where the server counts them, and the time."""
         from tenacity import (
             Retrying,
@@ -154,18 +158,17 @@ class Endpoint:
 
         body = {"model": self.model, **request, self._limit: max_new_tokens, "temperature": 0}
         attempts = self._attempts
+        enough = stop_any(stop_after_attempt(attempts), stop_when_event_set(self._closed))
         retrying = Retrying(
             retry=retry_if_exception_type(_ForTheMomentError),
-            stop=stop_any(
-                stop_after_attempt(attempts), stop_when_event_set(self._closed), asks_too_much
-            ),
+            stop=lambda state: enough(state) or asks_too_much(state),
             wait=wait,
             sleep=sleep_using_event(self._closed),
             before_sleep=count,
             reraise=True,
         )
         try:
-            answer = retrying(self._ask_once, body | dict(more))
+            answer: _Answer = retrying(self._ask_once, body | dict(more))
         except _ForTheMomentError as error:
             asked = error.retry_after_s
             given_up = (
@@ -188,7 +191,7 @@ class Endpoint:
         self._attempts = ATTEMPTS
         return answer
 
-    def _ask_once(self, body: dict[str, Any]) -> tuple[dict[str, Any], int | None, float]:
+    def _ask_once(self, body: dict[str, Any]) -> _Answer:
         import httpx
 
         path = "/chat/completions" if self.is_chat else "/completions"

@@ -556,7 +556,7 @@ def test_answers_are_read_from_what_is_written(
 def test_requests_go_side_by_side_and_every_question_is_answered_once(
     server: Server, run: Callable[..., RunRecord]
 ) -> None:
-    server.healthy = slow(0.1)
+    server.healthy = slow(0.5)
     record = run(limit=16, concurrency=4)
     assert 2 <= server.most_at_once <= 4
     assert [p.index for p in record.predictions] == list(range(16))
