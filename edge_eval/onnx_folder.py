@@ -439,9 +439,7 @@ def _past_input(path: Path, node: Any, dtype: Any, outputs: dict[str, str]) -> P
     rest = node.name.removeprefix("past_key_values").removeprefix("past")
     present = next((n for n in (f"present{rest}", f"present_key_values{rest}") if n in outputs), "")
     # The first axis is the batch's; the other of any size counts the tokens.
-    open_axes = [
-        axis for axis, size in enumerate(node.shape) if axis and not isinstance(size, int)
-    ]
+    open_axes = [axis for axis, size in enumerate(node.shape) if axis and not isinstance(size, int)]
     if not present or len(open_axes) > 1 or node.shape[0] not in (1, *_symbols(node)):
         raise ModelError(
             f"{path} takes {node.name} of shape {list(node.shape)}"

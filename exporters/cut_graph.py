@@ -214,7 +214,11 @@ def _scalar_of(node: Any) -> tuple[Any, float] | None:
     if node is None or node.op_type not in {"Mul", "Div"}:
         return None
     parts = _with_constant(node)
-    if parts is None or parts[1].size != 1 or (node.op_type == "Div" and parts[0] is node.inputs[1]):
+    if (
+        parts is None
+        or parts[1].size != 1
+        or (node.op_type == "Div" and parts[0] is node.inputs[1])
+    ):
         return None
     number = float(parts[1].reshape(-1)[0])
     return _before_choice(parts[0]), number if node.op_type == "Mul" else 1.0 / number
@@ -333,17 +337,25 @@ def _begin_at_embedding(graph: Any, hidden_size: int, refuse: _Refusal) -> Array
     column = ir.node("Gather", [embedded, first], {"axis": 2})
     stand_in = ir.node("Cast", column.outputs, {"to": ids.dtype})
     nodes = [column, stand_in]
-    looked_up = gathers[0].outputs[0]
-    wanted = ir.DataType.from_numpy(table.dtype) if looked_up.dtype is None else looked_up.dtype
+    wanted = _dtype_of(gathers[0].inputs[0])
     rows = embedded
     if wanted != ir.DataType.FLOAT:
         nodes.append(ir.node("Cast", [embedded], {"to": wanted}))
         rows = nodes[-1].outputs[0]
     graph.insert_before(graph[0], nodes)
-    replace_all_uses_with(looked_up, rows)
+    replace_all_uses_with(gathers[0].outputs[0], rows)
     replace_all_uses_with(ids, stand_in.outputs[0])
     graph.inputs[graph.inputs.index(ids)] = embedded
     return table
+
+
+def _dtype_of(value: Any) -> Any:
+    """The type of a table, which a graph tells only where it begins and where it is cast."""
+    while value.dtype is None and (node := value.producer()) is not None:
+        if node.op_type == "Cast":
+            return node.attributes["to"].value
+        value = node.inputs[0]
+    return value.dtype
 
 
 def _keep_known_inputs(graph: Any, refuse: _Refusal) -> None:
@@ -357,7 +369,9 @@ def _keep_known_inputs(graph: Any, refuse: _Refusal) -> None:
         if value.name.startswith("past_key_values."):
             shape = value.shape
             if shape is None or len(shape) != 4 or not all(type(shape[i]) is int for i in (1, 3)):
-                raise refuse(f"its input {value.name} has another form than (1, heads, past, width)")
+                raise refuse(
+                    f"its input {value.name} has another form than (1, heads, past, width)"
+                )
             pasts += 1
             fed = ir.DataType.FLOAT
         elif not value.uses():

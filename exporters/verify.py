@@ -69,7 +69,9 @@ def single_letter_ids(tokenizer: Any) -> list[int]:
     return ids
 
 
-def our_logits(model: LetterModel, encoded: Sequence[Int64Array], ids: Sequence[int]) -> Float32Array:
+def our_logits(
+    model: LetterModel, encoded: Sequence[Int64Array], ids: Sequence[int]
+) -> Float32Array:
     """The letters' logits (prompts, 10) as edge-eval computes them."""
     rows = model.head_rows(ids)
     return np.stack([model.logits(model.run(input_ids)[0], rows) for input_ids in encoded])

@@ -214,9 +214,9 @@ def quantised_head(graph: Any) -> None:
 
 
 def dynamic_int8(graph: Any) -> Any:
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
     import tempfile
+
+    from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "model.onnx"

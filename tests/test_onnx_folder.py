@@ -58,9 +58,7 @@ def llama(pairs: Callable[[str], tuple[Path, Path]]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def without_past(
-    make_onnx_folder: Callable[..., tuple[Path, Path]], tiny_checkpoint: Path
-) -> Path:
+def without_past(make_onnx_folder: Callable[..., tuple[Path, Path]], tiny_checkpoint: Path) -> Path:
     return make_onnx_folder("llama", tiny_checkpoint, past=False)[1]
 
 
