@@ -39,7 +39,7 @@ FALLBACK_MAX_LENGTH = 2048
 # Of the logits' spread: how far a prompt continued from its half may be from the whole one. A
 # lost mask is as far off as another prompt (1); int8 activations, rounded anew, by a few hundredths.
 MAX_CONTINUED = 0.2
-PROBE_TOKENS = 24
+PROBE_TOKENS, PROBE_IDS = 24, 256
 
 _DTYPES: dict[str, Any] = {
     "tensor(int64)": np.int64,
@@ -361,7 +361,6 @@ class LogitsModel:
         yield hidden
 
 
-
 def open_folder(directory: Path, manifest: ExportManifest, threads: int) -> LogitsModel:
     """Load an ONNX folder's graph, its ends understood and two short prompts run through it.
 
@@ -457,7 +456,8 @@ def _probe(model: LogitsModel) -> tuple[int, bool]:
     """How many logits a pass gives, and whether a prompt may be continued from its half."""
     rng = np.random.default_rng(0)
     n = min(PROBE_TOKENS, model.manifest.max_length)
-    ids = rng.integers(0, model.manifest.vocab_size, n, dtype=np.int64)
+    # Low ones, which any vocabulary has: the configuration may be another model's.
+    ids = rng.integers(0, min(PROBE_IDS, model.manifest.vocab_size), n, dtype=np.int64)
     whole, _ = model.run(ids)
     if not any(item.axis is not None for item in model.past_inputs) or n < 2:
         return len(whole), False

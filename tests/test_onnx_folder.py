@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,7 +271,8 @@ def merged(graph: Any) -> Any:
         empty = np.zeros((1, shape[1], 0, shape[3]), np.float32)
         first.graph.initializer.append(onnx.numpy_helper.from_array(empty, value.name))
         first.graph.input.remove(value)
-    return merge_decoders(first, graph, strict=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        return merge_decoders(first, graph, save_path=Path(scratch) / "merged.onnx")
 
 
 def forgetful(graph: Any) -> None:
