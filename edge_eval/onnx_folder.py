@@ -18,11 +18,19 @@ import numpy.typing as npt
 
 from edge_eval.errors import ModelError, OptionError
 from edge_eval.model import LetterModel, Past, open_model, open_session
-from edge_eval.model_dir import MANIFEST, TOKENIZER, describe_files, read_manifest, verify_hashes
+from edge_eval.model_dir import (
+    HEAD,
+    MANIFEST,
+    TOKENIZER,
+    describe_files,
+    read_manifest,
+    verify_hashes,
+)
 from edge_eval.onnx_file import external_files
 from edge_eval.schema import ExportManifest, Float32Array, Int64Array
 
 AS_FOUND = "as found"  # the precision in the manifest of such a folder
+NO_SCHEMA = 0  # its version, which no manifest in a file has
 GENAI = "genai_config.json"
 
 # Looked for in this order where --file names none.
@@ -70,7 +78,8 @@ def read_any_manifest(directory: Path, file: str = "", *, hashes: bool = False) 
     Errors: ModelError naming what is missing and what to do, OptionError for a file that is not
     the folder's.
     """
-    if (directory / MANIFEST).exists() or not (file or find_graphs(directory)):
+    ours = any((directory / name).exists() for name in (MANIFEST, HEAD))
+    if ours or not (file or find_graphs(directory)):
         if file:
             raise OptionError(
                 f"--file {file} chooses a graph of an ONNX folder, and {directory} is a model "
@@ -85,7 +94,7 @@ def read_any_manifest(directory: Path, file: str = "", *, hashes: bool = False) 
 
 def is_as_found(manifest: ExportManifest) -> bool:
     """Whether a manifest was made for an ONNX folder as it is."""
-    return manifest.precision == AS_FOUND
+    return manifest.schema_version == NO_SCHEMA
 
 
 def open_any_model(directory: Path, manifest: ExportManifest, threads: int) -> LetterModel:
@@ -150,7 +159,7 @@ def describe_folder(directory: Path, file: str = "") -> ExportManifest:
             f"or {GENAI}): add the checkpoint's config.json."
         )
     return ExportManifest(
-        schema_version=0,
+        schema_version=NO_SCHEMA,
         name=directory.resolve().name + (f" {Path(file).stem}" if file else ""),
         source=directory.resolve().name,
         revision=None,
@@ -385,11 +394,10 @@ def open_folder(directory: Path, manifest: ExportManifest, threads: int) -> Logi
             _check_ends(path, node)
             inputs.append((node.name, dtype, len(node.shape)))
         else:
-            missing = f", or, if it is a model directory, that has lost its {MANIFEST}"
             raise ModelError(
-                f"{path} takes {node.name}, which edge-eval does not know how to feed: a graph of "
-                f"another kind{missing if node.name == 'inputs_embeds' else ''}. Export the "
-                "checkpoint with `edge-eval export CHECKPOINT -o DIR`."
+                f"{path} takes {node.name}, which edge-eval does not know how to feed: it is a graph "
+                "of another kind, or a part of a model. Export the checkpoint with `edge-eval export "
+                "CHECKPOINT -o DIR`."
             )
     if "input_ids" not in [name for name, _, _ in inputs]:
         raise ModelError(f"{path} takes no input_ids: it is not a whole language model.")

@@ -518,7 +518,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "another vocabulary": (set_config(vocab_size=10_000), "600 logits"),
     "several graphs": (second_graph, "--file, a.onnx or b.onnx"),
     "bfloat16": (change_graph(in_bf16), "bfloat16"),
-    "embedded tokens": (change_graph(rename("input_ids", "inputs_embeds")), "lost its manifest"),
+    "embedded tokens": (change_graph(rename("input_ids", "inputs_embeds")), "takes inputs_embeds"),
     "an unknown input": (change_graph(rename("attention_mask", "pixel_values")), "pixel_values"),
     "another task": (change_graph(rename("logits", "last_hidden_state")), "not logits"),
     "one length": (change_graph(one_length), "any length"),
@@ -550,6 +550,15 @@ def test_a_file_that_is_not_the_folders_is_refused(file: str, llama: Path, tmp_p
 def test_a_model_directory_has_no_file_to_choose(tiny_model: Path) -> None:
     with pytest.raises(OptionError, match="leave --file out"):
         read_any_manifest(tiny_model, "model.onnx")
+
+
+def test_a_model_directory_that_lost_its_manifest_is_no_onnx_folder(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (directory / "manifest.json").unlink()
+    with pytest.raises(ModelError, match=r"no manifest\.json"):
+        read_any_manifest(directory)
 
 
 def test_a_graph_cut_anywhere_is_no_graph(llama: Path, tmp_path: Path) -> None:
