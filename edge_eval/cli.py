@@ -238,6 +238,10 @@ def run(
     if scoring is not None:
         settings["scoring"] = scoring
     if endpoint is not None:
+        if file:
+            raise OptionError(
+                "--file chooses a graph of an ONNX folder: leave it or --endpoint out."
+            )
         if model is not None:
             raise OptionError(f"either {model} is run here or an endpoint is asked: leave one out.")
         settings |= _endpoint_settings(endpoint, endpoint_kind, chat_template, scenario)

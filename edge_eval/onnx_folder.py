@@ -22,15 +22,16 @@ from edge_eval.model_dir import (
     HEAD,
     MANIFEST,
     TOKENIZER,
+    UNKNOWN,
     describe_files,
     read_manifest,
+    unknown_manifest,
     verify_hashes,
 )
 from edge_eval.onnx_file import external_files
 from edge_eval.schema import ExportManifest, Float32Array, Int64Array
 
 AS_FOUND = "as found"  # the precision in the manifest of such a folder
-NO_SCHEMA = 0  # its version, which no manifest in a file has
 GENAI = "genai_config.json"
 
 # Looked for in this order where --file names none.
@@ -94,7 +95,7 @@ def read_any_manifest(directory: Path, file: str = "", *, hashes: bool = False) 
 
 def is_as_found(manifest: ExportManifest) -> bool:
     """Whether a manifest was made for an ONNX folder as it is."""
-    return manifest.schema_version == NO_SCHEMA
+    return manifest.precision == AS_FOUND and manifest.schema_version == 0
 
 
 def open_any_model(directory: Path, manifest: ExportManifest, threads: int) -> LetterModel:
@@ -158,12 +159,11 @@ def describe_folder(directory: Path, file: str = "") -> ExportManifest:
             f"{directory} does not say how many tokens the model knows (vocab_size in config.json "
             f"or {GENAI}): add the checkpoint's config.json."
         )
-    return ExportManifest(
-        schema_version=NO_SCHEMA,
-        name=directory.resolve().name + (f" {Path(file).stem}" if file else ""),
-        source=directory.resolve().name,
-        revision=None,
-        architecture=str(settings.get("model_type", "unknown")),
+    return unknown_manifest(
+        directory.resolve().name + (f" {Path(file).stem}" if file else ""),
+        directory.resolve().name,
+        {},
+        architecture=str(settings.get("model_type", UNKNOWN)),
         precision=AS_FOUND,
         graph=graph,
         n_layers=_count(settings, "num_hidden_layers", "n_layer", "num_layers"),
@@ -172,15 +172,8 @@ def describe_folder(directory: Path, file: str = "") -> ExportManifest:
         max_length=_count(settings, "max_position_embeddings", "n_positions", "seq_length")
         or FALLBACK_MAX_LENGTH,
         sliding_window=_sliding_window(settings),
-        tied_embedding=False,
         embedding_scale=1.0,
-        head_bias=False,
-        head_scale=1.0,
-        head_softcap=None,
         files=describe_files(directory, dict.fromkeys(names)),
-        tools={},
-        parity={},
-        created="",
     )
 
 
