@@ -23,8 +23,10 @@ from rich.table import Table
 
 from edge_eval import environment, metrics
 from edge_eval.errors import ModelError, OptionError
-from edge_eval.model import LetterReader, letter_reader, open_model
-from edge_eval.model_dir import GRAPH, read_manifest, size_on_disk
+from edge_eval.model import LetterReader, letter_reader
+from edge_eval.model_dir import GRAPH, size_on_disk
+from edge_eval.onnx_file import fields
+from edge_eval.onnx_folder import is_as_found, open_any_model, read_any_manifest
 from edge_eval.schema import Int64Array
 from edge_eval.streams import SharedIterator, merge
 
@@ -56,6 +58,7 @@ def measure(
     directory: Path,
     lengths: Sequence[int],
     *,
+    file: str = "",
     threads: int | None = None,
     seconds: float = 20.0,
     seed: int = 0,
@@ -64,10 +67,11 @@ def measure(
     """Every figure, as JSON can hold it; None where it could not be had, and why in not_measured.
 
     The sustained run lasts ``seconds``, any other series an eighth of that for each length.
-    ``threads`` (default: the usable cores) is the most that a scenario uses.
+    ``threads`` (default: the usable cores) is the most that a scenario uses, ``file`` the graph
+    of an ONNX folder.
     Errors: ModelError for the directory, OptionError when no length fits the model.
     """
-    manifest = read_manifest(directory)
+    manifest = read_any_manifest(directory, file)
     fitting = sorted({n for n in lengths if n <= manifest.max_length})
     if not fitting:
         raise OptionError(
@@ -81,7 +85,7 @@ def measure(
     loads_s: list[float] = []
 
     def open_session(n_threads: int) -> LetterReader:
-        model = open_model(directory, manifest, n_threads)
+        model = open_any_model(directory, manifest, n_threads)
         loads_s.append(model.load_s)
         return letter_reader(model, tuple((token,) for token in range(10)))
 
@@ -107,7 +111,8 @@ def measure(
     offline = _offline(open_session(1), middle, cores, series_s)
     on_step(f"sustained run of {seconds:.0f} s")  # last, since it heats the machine
     sustained, drift, energy_j = _sustained(open_session(cores), prompts[0], cores, seconds)
-    weights = count_product_weights(directory / GRAPH)
+    graph = manifest.graph if is_as_found(manifest) else GRAPH
+    weights = count_product_weights(directory / graph)
     for row in (*latency, *sweep, sustained, offline):
         flops = 2 * weights * row["prompt_tokens_per_s"]
         row["share_of_fp32_peak"] = flops / peak if weights else None
@@ -267,23 +272,24 @@ def _product_flops(seconds: float) -> float:
 def count_product_weights(path: Path) -> int:
     """Weights that meet every token: those of the graph's matrix products, by their shapes.
 
-    So neither embedding, head, norms nor rotary tables, whatever the precision; a pass computes
+    So neither embedding, norms nor rotary tables, whatever the precision, and the head only where
+    it is in the graph, in an ONNX folder taken as it is; a pass computes
     2 x tokens x this, attention's own products left out. 0 where none is found.
-    Source: onnx/onnx.proto has the field numbers read here, so that onnx need not be installed.
+    Source: onnx/onnx.proto has the field numbers read here.
     """
     with path.open("rb") as file:  # mapped, since it may hold the weights themselves
         model = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    graph = list(_fields(next(value for number, value in _fields(model) if number == 7)))
+    graph = list(fields(next(value for number, value in fields(model) if number == 7)))
     sizes: dict[bytes, int] = {}
-    for initializer in (list(_fields(value)) for number, value in graph if number == 5):
+    for initializer in (list(fields(value)) for number, value in graph if number == 5):
         size = math.prod(value for number, value in initializer if number == 1)  # dims
         sizes[dict(initializer)[8]] = size
     total = 0
-    for node in (list(_fields(value)) for number, value in graph if number == 1):
+    for node in (list(fields(value)) for number, value in graph if number == 1):
         largest = max((sizes.get(value, 0) for number, value in node if number == 1), default=0)
         op, outputs = bytes(dict(node)[4]), [value for number, value in node if number == 2]
         if b"NBits" in op:  # packed: the shape is in the attributes
-            attributes = [dict(_fields(value)) for number, value in node if number == 5]
+            attributes = [dict(fields(value)) for number, value in node if number == 5]
             integers = {attribute[1]: attribute.get(3, 0) for attribute in attributes}
             total += integers[b"K"] * integers[b"N"]
         elif b"MatMul" in op or b"Gemm" in op:
@@ -291,29 +297,6 @@ def count_product_weights(path: Path) -> int:
         elif op in (b"Cast", b"DequantizeLinear", b"Identity", b"Transpose"):  # on the way to one
             sizes[outputs[0]] = largest
     return total
-
-
-def _fields(message: memoryview) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of a protobuf message's fields: integers, or bytes as they stand."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
-            if byte < 128:
-                return value
-
-    while at < len(message):
-        field, kind = divmod(varint(), 8)
-        if kind == 0:
-            yield field, varint()
-        else:
-            size = varint() if kind == 2 else 8 if kind == 1 else 4
-            yield field, message[at : at + size]
-            at += size
 
 
 def print_bench(figures: dict[str, Any], console: Console) -> None:

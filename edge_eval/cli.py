@@ -57,6 +57,9 @@ class EndpointKind(StrEnum):
     chat = "chat"
 
 
+ModelArgument = Annotated[
+    Path, typer.Argument(help="A model directory, or an ONNX folder taken as it is.")
+]
 DataOption = Annotated[
     str,
     typer.Option(
@@ -89,6 +92,10 @@ ShotsOption = Annotated[
 ]
 ThreadsOption = Annotated[
     int | None, typer.Option(min=1, help="Compute threads; default: the usable cores.")
+]
+FileOption = Annotated[
+    str,
+    typer.Option(help="Which graph of an ONNX folder, as in onnx/model_q4.onnx.", metavar="NAME"),
 ]
 ResumeOption = Annotated[
     bool,
@@ -138,8 +145,12 @@ def demo(
 @app.command()
 def run(
     model: Annotated[
-        Path | None, typer.Argument(help="A model directory; none with --endpoint.")
+        Path | None,
+        typer.Argument(
+            help="A model directory, or an ONNX folder taken as it is; none with --endpoint."
+        ),
     ] = None,
+    file: FileOption = "",
     data: DataOption = "sample",
     prompt: PromptOption = None,
     letters: LettersOption = None,
@@ -227,6 +238,10 @@ def run(
     if scoring is not None:
         settings["scoring"] = scoring
     if endpoint is not None:
+        if file:
+            raise OptionError(
+                "--file chooses a graph of an ONNX folder: leave it or --endpoint out."
+            )
         if model is not None:
             raise OptionError(f"either {model} is run here or an endpoint is asked: leave one out.")
         settings |= _endpoint_settings(endpoint, endpoint_kind, chat_template, scenario)
@@ -239,6 +254,7 @@ def run(
         name = str(model)
     config = RunConfig(
         model=name,
+        file=file,
         data=data,
         max_new_tokens=max_new_tokens,
         top_logprobs=top_logprobs,
@@ -267,14 +283,15 @@ def run(
 
 @app.command()
 def doctor(
-    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    model: ModelArgument,
+    file: FileOption = "",
     data: DataOption = "sample",
     as_json: JsonOption = False,
 ) -> None:
     """What to know before a run: letters, tokens, limits, the letters' probability, the data."""
     from edge_eval.doctor import examine, print_report
 
-    report = examine(model, data)
+    report = examine(model, data, file)
     if as_json:
         print_json(report)
     else:
@@ -283,7 +300,8 @@ def doctor(
 
 @app.command()
 def bench(
-    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    model: ModelArgument,
+    file: FileOption = "",
     lengths: Annotated[
         str, typer.Option(help="Prompt lengths in tokens.", metavar="N,N,...")
     ] = "64,128,256,512",
@@ -301,7 +319,12 @@ def bench(
         notes().print(f"Measuring: {step}", soft_wrap=True)
 
     figures = measure(
-        model, parse_lengths(lengths), threads=threads, seconds=seconds, on_step=on_step
+        model,
+        parse_lengths(lengths),
+        file=file,
+        threads=threads,
+        seconds=seconds,
+        on_step=on_step,
     )
     if as_json:
         print_json(figures)
@@ -336,7 +359,8 @@ def show(
 
 @app.command()
 def matrix(
-    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    model: ModelArgument,
+    file: FileOption = "",
     data: DataOption = "sample",
     limit: LimitOption = None,
     seed: SeedOption = 0,
@@ -362,6 +386,7 @@ def matrix(
     configs = [
         RunConfig(
             model=str(model),
+            file=file,
             data=data,
             prompt=prompt,
             letters=letters,

@@ -21,8 +21,8 @@ from edge_eval.environment import release_memory, usable_cores
 from edge_eval.errors import ScoringError
 from edge_eval.letters import describe_letter
 from edge_eval.metrics import Float64Array
-from edge_eval.model import Model, letter_reader, open_model
-from edge_eval.model_dir import read_manifest
+from edge_eval.model import LetterModel, letter_reader
+from edge_eval.onnx_folder import open_any_model, read_any_manifest
 from edge_eval.prefixes import PrefixStack, Step, plan, streams
 from edge_eval.prompts import PROMPT_TEMPLATES, PromptTemplate, render
 from edge_eval.questions import load_questions
@@ -53,12 +53,13 @@ class LetterFinding:
     agrees: bool  # whether the tokens in place are those scored
 
 
-def examine(model_path: Path, data: str = "sample") -> dict[str, Any]:
+def examine(model_path: Path, data: str = "sample", file: str = "") -> dict[str, Any]:
     """All findings on a model and, where given, a data file, as JSON-able values.
 
+    file: which graph of an ONNX folder.
     Errors: ModelError, DataError as for a run.
     """
-    manifest = read_manifest(model_path)
+    manifest = read_any_manifest(model_path, file)
     tokenizer = load_tokenizer(model_path)
     questions = load_questions(RunConfig(data=data))
     rows = load_questions(RunConfig(data=data, limit=N_ROWS)).test
@@ -96,7 +97,7 @@ def examine(model_path: Path, data: str = "sample") -> dict[str, Any]:
     special = _special_tokens(tokenizer, model_path)
     del tokenizer
     release_memory()
-    model = open_model(model_path, manifest, threads=1)
+    model = open_any_model(model_path, manifest, threads=1)
     _measure(model, asked, spelt, templates)
     report = {
         "model": manifest.name,
@@ -156,7 +157,7 @@ def _special_tokens(tokenizer: Any, directory: Path) -> dict[str, Any]:
 
 
 def _measure(
-    model: Model,
+    model: LetterModel,
     asked: Sequence[tuple[str, Question, EncodedPrompt]],
     spelt: dict[str, LetterTokens],
     templates: dict[str, Any],
@@ -181,7 +182,7 @@ def _measure(
 
 
 def _log_probabilities(
-    model: Model,
+    model: LetterModel,
     asked: Sequence[tuple[str, Question, EncodedPrompt]],
     spelt: dict[str, LetterTokens],
 ) -> list[Float64Array]:
@@ -206,7 +207,8 @@ def _log_probabilities(
                 yield at, letter_reader(model, ids[at], normalized=True).read(rest, past).values
 
     found: list[Float32Array] = [np.empty(0, np.float32)] * len(asked)
-    for at, values in merge(walk(part) for part in streams(plan(encoded), usable_cores())):
+    steps = plan(encoded) if model.continues else [Step(at, (), 0) for at in range(len(asked))]
+    for at, values in merge(walk(part) for part in streams(steps, usable_cores())):
         found[at] = values
     together = [at for at in range(len(asked)) if quick[at]]
     log_z: dict[int, float] = {}
@@ -224,7 +226,7 @@ def _log_probabilities(
     ]
 
 
-def _log_sums(model: Model, hidden: Float32Array) -> Float64Array:
+def _log_sums(model: LetterModel, hidden: Float32Array) -> Float64Array:
     """The log of the sum over the vocabulary of exp(logit), for each last hidden state (prompts,)."""
     largest = np.full(len(hidden), -np.inf, dtype=np.float64)
     total = np.zeros(len(hidden), dtype=np.float64)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,39 @@ FIRST_TOKENS = 64
 
 # Rows of the head multiplied at once when the whole vocabulary is asked for: 64 MB at 1,024 wide.
 HEAD_BLOCK = 16384
+
+
+class LetterModel(Protocol):
+    """What a LetterReader needs: a pass to a state, and from a state to logits.
+
+    Model below ends at the last hidden state; the state of onnx_folder.py is the logits themselves.
+    """
+
+    @property
+    def manifest(self) -> ExportManifest: ...
+
+    @property
+    def load_s(self) -> float: ...
+
+    @property
+    def n_logits(self) -> int:
+        """How many tokens have logits."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether going on from what is kept spares computing it again."""
+
+    def run(
+        self, input_ids: Int64Array, past: Past | None = None, *, keep: bool = False
+    ) -> tuple[Float32Array, Past]: ...
+
+    def head_rows(self, token_ids: Sequence[int]) -> Any: ...
+
+    def logits(self, hidden: Float32Array, rows: Any) -> Float32Array: ...
+
+    def all_logits(self, hidden: Float32Array) -> Float32Array: ...
+
+    def logits_in_blocks(self, hidden: Float32Array) -> Iterator[Float32Array]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +130,14 @@ class Model:
             if len(self.first_tokens) < FIRST_TOKENS:
                 self.first_tokens[token_id] = past
         return past
+
+    @property
+    def n_logits(self) -> int:
+        return len(self.head)
+
+    @property
+    def continues(self) -> bool:
+        return True
 
     def logits(self, hidden: Float32Array, rows: "HeadRows") -> Float32Array:
         """The logits (n,) of the rows' tokens behind a last hidden state (hidden,)."""
@@ -266,10 +307,10 @@ class LetterReader:
     log p(second | first) + ..., the prompt run once and continued from its keys and values.
     """
 
-    model: Model
+    model: LetterModel
     ids: tuple[tuple[int, ...], ...]  # per letter; empty for one that is not measured
     normalized: bool
-    rows: HeadRows  # of the first ids
+    rows: Any  # the model's head_rows() of the first ids
 
     def read(self, input_ids: Int64Array, past: Past | None = None) -> LetterLogits:
         """The letters' values behind a prompt, and the time of its forward pass(es)."""
@@ -316,7 +357,7 @@ class LetterReader:
 class TextReader:
     """Lets a model write on behind a prompt, the likeliest token each time; used for every prompt."""
 
-    model: Model
+    model: LetterModel
     max_new_tokens: int
     stop_ids: frozenset[int]  # tokens that end a text
     decode: Callable[[Sequence[int]], str]
@@ -353,17 +394,17 @@ def _log_sum_exp(logits: npt.NDArray[np.float64]) -> float:
 
 
 def letter_reader(
-    model: Model, ids: tuple[tuple[int, ...], ...], *, normalized: bool = False
+    model: LetterModel, ids: tuple[tuple[int, ...], ...], *, normalized: bool = False
 ) -> LetterReader:
     """A reader of the letters with these token ids.
 
     Errors: ModelError when an id lies outside the head: the tokenizer is another model's.
     """
     largest = max((token_id for spelling in ids for token_id in spelling), default=0)
-    if largest >= len(model.head):
+    if largest >= model.n_logits:
         raise ModelError(
             f"the tokenizer spells a letter with token {largest}, and the head has "
-            f"{len(model.head)} rows: tokenizer and weights belong to different models."
+            f"{model.n_logits} rows: tokenizer and weights belong to different models."
         )
     normalized = normalized or any(len(spelling) > 1 for spelling in ids)
     rows = model.head_rows([spelling[0] for spelling in ids if spelling])

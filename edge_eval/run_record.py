@@ -205,7 +205,7 @@ def find_unfinished(path: Path) -> RunRecord | None:
 # What two halves of one run may differ in: names of things whose content is compared, and
 # settings that change no answer.
 _NAMES_AND_TIMES = {
-    "config": {"model", "data", "threads", "warmup", "concurrency", "timeout_s"},
+    "config": {"model", "file", "data", "threads", "warmup", "concurrency", "timeout_s"},
     "manifest": {"name", "source", "revision", "tools", "parity", "created", "quantization"},
     "data": {"source", "kind", "revision", "n_rows", "n_refused", "n_selected"},
     "scoring": set[str](),

@@ -177,6 +177,7 @@ class RunConfig:
     """
 
     model: str = ""
+    file: str = ""  # which graph of an ONNX folder taken as it is; empty: found by name
     data: str = "sample"
     protocol: str = "paper"  # a name in PROTOCOLS
     prompt: str = "en"
@@ -220,7 +221,9 @@ class ExportManifest:
     revision: str | None
     architecture: str
     precision: str
-    graph: str  # "fused" or "plain": see exporters/onnx_graph.py
+    # "fused" or "plain" (exporters/onnx_graph.py), "cut" (exporters/cut_graph.py), or the file's
+    # name in an ONNX folder taken as it is.
+    graph: str
     n_layers: int
     hidden_size: int
     vocab_size: int

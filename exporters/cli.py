@@ -23,20 +23,34 @@ def need_export_extra(*modules: str) -> None:
 
 
 def export(
-    source: Annotated[str, typer.Argument(help="Hub id, checkpoint folder or .gguf file.")],
+    source: Annotated[
+        str, typer.Argument(help="Hub id, checkpoint folder, .gguf file or ONNX folder.")
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The model directory to write.")],
     revision: Annotated[str | None, typer.Option(help="Revision of a Hub id.")] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Keep the traced graph: slower, for comparison.")
     ] = False,
+    file: Annotated[
+        str, typer.Option(help="Which graph of an ONNX folder, as in onnx/model.onnx.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest.")] = False,
 ) -> None:
     """Turn a checkpoint into a model directory, verified against the checkpoint."""
-    need_export_extra()
     import dataclasses
 
-    notes().print(f"Exporting {source}: about a minute for 300 million parameters.")
-    if source.endswith(".gguf"):
+    from edge_eval.onnx_folder import find_graphs
+
+    folder = Path(source)
+    # Where both are there the weights are the better source: their graph is the faster one.
+    cut = bool(file) or (find_graphs(folder) and not any(folder.glob("*.safetensors")))
+    need_export_extra(*(("onnx", "onnx_ir") if cut else ()))
+    notes().print(f"Exporting {source}: about a minute for 300 million parameters.", soft_wrap=True)
+    if cut:
+        from exporters.cut_graph import export_onnx_folder
+
+        manifest = export_onnx_folder(folder, output, file)
+    elif source.endswith(".gguf"):
         from exporters.gguf import export_gguf
 
         manifest = export_gguf(Path(source), output, fused=not plain)
@@ -52,7 +66,8 @@ def export(
         f"{output}: {manifest.name}, {manifest.architecture}, {manifest.precision}, "
         f"{manifest.graph} graph.\n"
         f"Verified on {parity['n_prompts']} prompts of up to {parity['longest_tokens']} tokens: "
-        f"letter logits within {parity['logit_max_difference']:.2g} of the checkpoint's "
+        f"letter logits within {parity['logit_max_difference']:.2g} of the "
+        f"{parity.get('reference', 'checkpoint')}'s "
         f"(the largest is {parity['logit_scale']:.3g}), the same letter "
         f"{parity['n_same_letter']} of {parity['n_prompts']} times.\n"
         f"Next: edge-eval run {output}",
@@ -74,7 +89,7 @@ def verify(
     results().print(
         f"{directory}: every file is as exported. On {report['n_prompts']} prompts of up to "
         f"{report['longest_tokens']} tokens the letter logits are within "
-        f"{report['logit_max_difference']:.2g} of the checkpoint's (the largest is "
+        f"{report['logit_max_difference']:.2g} of the {report['reference']}'s (the largest is "
         f"{report['logit_scale']:.3g}), and within {report['past_max_difference']:.2g} when "
         f"continued from a cached half; the same letter {report['n_same_letter']} of "
         f"{report['n_prompts']} times.",
