@@ -327,11 +327,7 @@ def _begin_at_embedding(graph: Any, hidden_size: int, refuse: _Refusal) -> Array
     table = _table(gathers[0].inputs[0], transposed=False)
     if table is None or table.shape[1] != hidden_size:
         raise refuse("its embedding is no table as wide as the hidden state")
-    embedded = ir.Input(
-        "inputs_embeds",
-        shape=ir.Shape([1, "sequence_length", hidden_size]),
-        type=ir.TensorType(ir.DataType.FLOAT),
-    )
+    embedded = ir.val("inputs_embeds", ir.DataType.FLOAT, [1, "sequence_length", hidden_size])
     # In the ids' place, for those who ask their shape: something of it.
     first = _add_constant(graph, "edge_eval.first", np.array(0, np.int64))
     column = ir.node("Gather", [embedded, first], {"axis": 2})
