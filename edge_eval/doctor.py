@@ -27,6 +27,7 @@ from edge_eval.prefixes import PrefixStack, Step, plan, streams
 from edge_eval.prompts import PROMPT_TEMPLATES, PromptTemplate, render
 from edge_eval.questions import load_questions
 from edge_eval.schema import EncodedPrompt, Float32Array, Question, QuestionSet, RunConfig
+from edge_eval.scoring import decoder_input_ids
 from edge_eval.streams import merge
 from edge_eval.tokenization import LetterTokens, encode_prompts, letter_tokens, load_tokenizer
 
@@ -79,14 +80,21 @@ def examine(model_path: Path, data: str = "sample", file: str = "") -> dict[str,
         }
         templates[name] = found
         try:
-            spelt[name] = letter_tokens(tokenizer, wording.letters, wording.letter_prefix)
+            spelt[name] = letter_tokens(
+                tokenizer,
+                wording.letters,
+                wording.letter_prefix,
+                own_text=manifest.encoder_decoder,
+            )
         except ScoringError as error:
             found["refused"] = str(error)
             continue
         prompts = [render(question, name) for question in rows]
-        found["letters"] = [
-            _fields(f) for f in _letters(tokenizer, wording, spelt[name], prompts[0].text)
-        ]
+        # An encoder-decoder's answer does not continue the prompt: its letter stands alone.
+        before = "" if manifest.encoder_decoder else prompts[0].text
+        found["letters"] = [_fields(f) for f in _letters(tokenizer, wording, spelt[name], before)]
+        if given := decoder_input_ids(manifest, name):
+            found["decoder_input"] = [str(tokenizer.id_to_token(token_id)) for token_id in given]
         encoded = encode_prompts(tokenizer, prompts)
         fitting = [
             (name, q, item)
@@ -201,10 +209,11 @@ def _log_probabilities(
         for step in steps:
             at = step.index
             past, rest = stack.begin(encoded[at].input_ids, step)
+            asking = model.answering_behind(decoder_input_ids(model.manifest, asked[at][0]))
             if quick[at]:
-                yield at, model.run(rest, past)[0]
+                yield at, asking.run(rest, past)[0]
             else:
-                yield at, letter_reader(model, ids[at], normalized=True).read(rest, past).values
+                yield at, letter_reader(asking, ids[at], normalized=True).read(rest, past).values
 
     found: list[Float32Array] = [np.empty(0, np.float32)] * len(asked)
     steps = plan(encoded) if model.continues else [Step(at, (), 0) for at in range(len(asked))]
@@ -324,6 +333,18 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         + ("; carries a chat template" if report["chat_template"] else ""),
         soft_wrap=True,
     )
+    inputs = {
+        name: f["decoder_input"] for name, f in report["templates"].items() if "decoder_input" in f
+    }
+    if inputs:
+        ways = {
+            _list(given): [n for n in inputs if inputs[n] == given] for given in inputs.values()
+        }
+        console.print(
+            "Its decoder is given, before the letter: "
+            + "; ".join(f"{given} under {', '.join(names)}" for given, names in ways.items()),
+            soft_wrap=True,
+        )
     letters = Table("protocol", "letter", "scored as", "ids", "in place", box=None, pad_edge=False)
     for name, found in report["templates"].items():
         for index, letter in enumerate(found.get("letters", ())):

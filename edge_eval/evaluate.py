@@ -27,7 +27,7 @@ from edge_eval.errors import DataError, ModelError, OptionError, RecordError, Sc
 from edge_eval.generated import bounded, draw_option
 from edge_eval.letters import ARABIC, LATIN, describe_letter
 from edge_eval.model import LetterModel, LetterReader, TextReader, letter_reader
-from edge_eval.model_dir import GRAPH, UNKNOWN, size_on_disk, unknown_manifest
+from edge_eval.model_dir import UNKNOWN, graphs_of, size_on_disk, unknown_manifest
 from edge_eval.onnx_folder import is_as_found, open_any_model, read_any_manifest
 from edge_eval.prefixes import BUDGET_BYTES, PrefixStack, Step, plan, streams
 from edge_eval.prompts import PromptTemplate, render, rotate, shot_text, wording_of
@@ -61,6 +61,7 @@ from edge_eval.scoring import (
     TEXT_SCORING_METHODS,
     Decision,
     decide,
+    decoder_input_ids,
     option_logits,
 )
 from edge_eval.streams import SharedIterator, merge
@@ -119,20 +120,30 @@ def prepare(
         return _prepare_endpoint(config)
     directory = Path(config.model)
     manifest = manifest or read_any_manifest(directory, config.file, hashes=hashes)
+    if manifest.encoder_decoder and config.chat_template != "off":
+        raise OptionError(
+            f"{manifest.name} is an encoder-decoder, which has no turns for a chat template to "
+            "mark: leave --chat-template out."
+        )
+    own_text = manifest.encoder_decoder
     questions = load_questions(config)
     tokenizer = load_tokenizer(directory)
     chat = load_chat_template(config.chat_template, directory)
-    asker = Asker(config, questions, tokenizer, chat, manifest.max_length)
+    asker = Asker(config, questions, tokenizer, chat, manifest.max_length, own_text=own_text)
     asked = _askings(config, questions)
     prompts, encoded = asker.ask_all(asked)
     reads_text = config.scoring in TEXT_SCORING_METHODS
-    letters = (_unspelt_letters if reads_text else partial(ten_letters, tokenizer))(asker.wording)
+    spell = _unspelt_letters if reads_text else partial(ten_letters, tokenizer, own_text=own_text)
+    letters = spell(asker.wording)
     check_vocabulary(directory, manifest, encoded, vocabulary_size(tokenizer))
     if all(len(item.input_ids) > manifest.max_length for item in encoded):
         raise DataError(
             f"every prompt is longer than the {manifest.max_length} tokens that {manifest.name} "
             "can take: nothing can be scored."
         )
+    notes = _notes(config, manifest, letters, prompts)
+    if manifest.encoder_decoder:
+        notes += _encoder_decoder_notes(config, manifest, tokenizer, encoded, letters)
     return Preparation(
         manifest,
         questions,
@@ -140,7 +151,7 @@ def prepare(
         tuple(prompts),
         tuple(encoded),
         letters,
-        tuple(_notes(config, manifest, letters, prompts)),
+        tuple(notes),
         chat.sha256 if chat else None,
     )
 
@@ -218,6 +229,49 @@ def _notes(
     return notes
 
 
+def _encoder_decoder_notes(
+    config: RunConfig,
+    manifest: ExportManifest,
+    tokenizer: Any,
+    encoded: Sequence[EncodedPrompt],
+    letters: LetterTokens,
+) -> list[str]:
+    """What is particular to asking an encoder-decoder."""
+    given = decoder_input(config, manifest)
+    pieces = " ".join(str(tokenizer.id_to_token(token_id)) for token_id in given)
+    notes = [f"an encoder-decoder: the answer is read behind {pieces} in its decoder"]
+    if given == manifest.decoder_start_ids:
+        notes[0] += ", where generation begins."
+    else:
+        notes[0] += (
+            ", as the paper's code does; --protocol lm-eval reads it where generation begins."
+        )
+    if config.protocol == "paper" and any(len(ids) > 1 for ids in letters.ids):
+        notes.append(
+            "the paper's code reads the first token alone of a letter that has none of its own, a "
+            "word-start piece; here all of the letter's tokens count."
+        )
+    if config.reuse == "shared":
+        notes.append(
+            "an encoder reads a prompt from both ends, so no beginning can be shared: every prompt "
+            "is computed whole (--reuse none)."
+        )
+    longer = sum(len(item.input_ids) > (manifest.trained_length or math.inf) for item in encoded)
+    if longer:
+        notes.append(
+            f"{longer:,} prompts are longer than the {manifest.trained_length:,} tokens this model "
+            "states; its positions are relative, and they are asked whole, as the paper's code does."
+        )
+    return notes
+
+
+def decoder_input(config: RunConfig, manifest: ExportManifest) -> tuple[int, ...]:
+    """What an encoder-decoder's decoder is given first; a text begins as generation does."""
+    if config.scoring in TEXT_SCORING_METHODS:
+        return manifest.decoder_start_ids
+    return decoder_input_ids(manifest, config.template)
+
+
 class Asker:
     """Questions -> prompts and token ids, under one run's settings."""
 
@@ -228,6 +282,8 @@ class Asker:
         tokenizer: Any,
         chat: ChatTemplate | None,
         max_length: int,
+        *,
+        own_text: bool = False,
     ) -> None:
         self._config = config
         self._questions = questions
@@ -235,7 +291,8 @@ class Asker:
         self._chat = chat
         self._max_length = max_length
         self._space_with_letter = False
-        if config.shots and chat is None and tokenizer is not None:
+        # An encoder-decoder's answer is a text of its own: no cue's space stands before its letter.
+        if config.shots and chat is None and tokenizer is not None and not own_text:
             self._space_with_letter = self._choose_letter_form()
         self.wording = wording_of(config.template, space_with_letter=self._space_with_letter)
         if chat is not None or config.chat_template == "server":
@@ -361,15 +418,19 @@ def check_vocabulary(
         )
 
 
-def ten_letters(tokenizer: object, template: PromptTemplate) -> LetterTokens:
+def ten_letters(
+    tokenizer: object, template: PromptTemplate, *, own_text: bool = False
+) -> LetterTokens:
     """The token ids of the template's five letters, and of the other five where they have one.
 
+    own_text: as for letter_tokens().
     Errors: ScoringError when the template's own letters cannot be scored.
     """
-    own = letter_tokens(tokenizer, template.letters, template.letter_prefix)
+    prefix = template.letter_prefix
+    own = letter_tokens(tokenizer, template.letters, prefix, own_text=own_text)
     other_letters = ARABIC if template.letters == LATIN else LATIN
     try:
-        other = letter_tokens(tokenizer, other_letters, template.letter_prefix)
+        other = letter_tokens(tokenizer, other_letters, prefix, own_text=own_text)
     except ScoringError:
         other = LetterTokens(other_letters, ((),) * 5, ((),) * 5)
     # Diagnostics are not worth a second pass: only the run's own letters may take several steps.
@@ -423,6 +484,9 @@ def evaluate_together(
     if on_note:
         for note in dict.fromkeys(note for cell in cells for note in cell.notes):
             on_note(note)
+    if cells[0].manifest.encoder_decoder:
+        configs = [replace(config, reuse="none") for config in configs]
+        first = configs[0]
     environment = describe_machine() | _streams(first)
     runs = [
         new_record(
@@ -513,6 +577,7 @@ def _ask_model(
 
 def _reader(model: LetterModel, cell: Preparation, config: RunConfig) -> Reader:
     """What reads a model's answer off it: its letters' logits, or the text it writes."""
+    model = model.answering_behind(decoder_input(config, cell.manifest))
     if config.scoring not in TEXT_SCORING_METHODS:
         normalized = PROTOCOLS[config.protocol].normalized
         return letter_reader(model, cell.letters.ids, normalized=normalized)
@@ -592,10 +657,11 @@ def check_memory(manifest: ExportManifest, environment: Mapping[str, Any]) -> No
 
     The head and the embedding are not counted: they are mapped, and only the rows used are read.
     """
+    graphs = graphs_of(manifest)
     sizes = [
         int(facts["size_bytes"])
         for name, facts in manifest.files.items()
-        if name.startswith(GRAPH) or (is_as_found(manifest) and not name.endswith(".json"))
+        if name.startswith(graphs) or (is_as_found(manifest) and not name.endswith(".json"))
     ]
     needed = sum(sizes) + OWN_MEMORY_BYTES
     limits = [environment[name] for name in ("memory_limit_bytes", "memory_total_bytes")]
@@ -623,7 +689,9 @@ def _scoring_facts(cell: Preparation, config: RunConfig) -> dict[str, Any]:
         prompts.update(content)
     asked = {"endpoint_model": config.model, "tokenizer": UNKNOWN} if config.endpoint else {}
     normalized = PROTOCOLS[config.protocol].normalized or several or bool(config.endpoint)
+    given = decoder_input(config, cell.manifest)
     return asked | {
+        **({"decoder_input_ids": given} if given else {}),
         "shots_sha256": fingerprint_questions(shots) if config.shots else None,
         "chat_template_sha256": cell.chat_template_sha256,
         "prompts_sha256": prompts.hexdigest(),  # questions with their tokens or texts, in order

@@ -8,7 +8,7 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_eval.errors import ModelError
-from edge_eval.model_dir import EMBEDDING, GRAPH, HEAD, HEAD_BIAS
+from edge_eval.model_dir import DECODER, EMBEDDING, ENCODER, GRAPH, HEAD, HEAD_BIAS
 from edge_eval.schema import (
     ExportManifest,
     Float32Array,
@@ -25,7 +25,8 @@ from edge_eval.schema import (
     LetterLogits,
 )
 
-# Keys and values of every layer, in the graph's own order: (1, kv_heads, past, head_dim) each.
+# Keys and values of every layer, in the graph's own order: (1, kv_heads, past, head_dim) each. Of an
+# encoder-decoder: the prompt's states (1, seq, hidden) and the ids its decoder has been given.
 Past = tuple[Any, ...]
 
 # First tokens whose keys and values are kept where they are run apart: BOS, or a prompt's few
@@ -56,6 +57,9 @@ class LetterModel(Protocol):
     def continues(self) -> bool:
         """Whether going on from what is kept spares computing it again."""
 
+    def answering_behind(self, input_ids: Sequence[int]) -> "LetterModel":
+        """The same model, an encoder-decoder's decoder given these ids before the answer."""
+
     def run(
         self, input_ids: Int64Array, past: Past | None = None, *, keep: bool = False
     ) -> tuple[Float32Array, Past]: ...
@@ -67,6 +71,14 @@ class LetterModel(Protocol):
     def all_logits(self, hidden: Float32Array) -> Float32Array: ...
 
     def logits_in_blocks(self, hidden: Float32Array) -> Iterator[Float32Array]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDecoder:
+    """The half of an encoder-decoder that answers, and what it is given before the answer."""
+
+    session: Any
+    input_ids: Int64Array  # (n,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,7 @@ class Model:
     present_names: tuple[str, ...]
     load_s: float
     first_tokens: dict[int, Past] = field(default_factory=dict, compare=False, repr=False)
+    answers: AnswerDecoder | None = None  # of an encoder-decoder, whose encoder is the session
 
     def run(
         self, input_ids: Int64Array, past: Past | None = None, *, keep: bool = False
@@ -91,14 +104,13 @@ class Model:
 
         With ``keep`` the second value is the keys and values to continue from, else empty.
         """
+        if self.answers is not None:
+            return self._run_both(self.answers, input_ids, past)
         if self.manifest.first_token_apart and not past and len(input_ids) > 1:
             past = self._first_token(input_ids[:1])
             input_ids = input_ids[1:]
         n_past = past[0].shape[2] if past else 0
-        rows = self.embedding[input_ids].astype(np.float32, copy=False)
-        if self.manifest.embedding_scale != 1.0:
-            rows = rows * np.float32(self.manifest.embedding_scale)
-        feeds: dict[str, Any] = {"inputs_embeds": rows[None]}
+        feeds: dict[str, Any] = {"inputs_embeds": self._embed(input_ids)}
         if "attention_mask" in self.input_names:
             feeds["attention_mask"] = np.ones((1, n_past + len(input_ids)), dtype=np.int64)
         if "position_ids" in self.input_names:
@@ -106,19 +118,52 @@ class Model:
         for index, (name, (kv_heads, head_dim)) in enumerate(self.past_inputs):
             feeds[name] = past[index] if past else _no_past(kv_heads, head_dim)
         outputs = ["last_hidden_state", *(self.present_names if keep else ())]
-        try:
-            hidden, *present = self.session.run(outputs, feeds)
-        except Exception as error:
-            raise ModelError(
-                f"a forward pass of {GRAPH} fails: {_first_line(error)}. Export the model again."
-            ) from error
-        if hidden.shape[-1] != self.manifest.hidden_size:
-            raise ModelError(
-                f"{GRAPH} gives hidden states of width {hidden.shape[-1]} and the manifest says "
-                f"{self.manifest.hidden_size}: the files belong to different models."
-            )
+        hidden, *present = self._pass(self.session, GRAPH, outputs, feeds)
         last: Float32Array = hidden[0, -1]
         return last, tuple(present)
+
+    def _run_both(
+        self, answers: AnswerDecoder, input_ids: Int64Array, past: Past | None
+    ) -> tuple[Float32Array, Past]:
+        """run() of an encoder-decoder: what continues ``past`` is the answer, never the prompt."""
+        outputs = ["last_hidden_state"]
+        if past:
+            states, given = past[0], np.concatenate([past[1], input_ids])
+        else:
+            feeds = {"inputs_embeds": self._embed(input_ids)}
+            states, given = self._pass(self.session, ENCODER, outputs, feeds)[0], answers.input_ids
+        feeds = {"inputs_embeds": self._embed(given), "encoder_hidden_states": states}
+        hidden: Float32Array = self._pass(answers.session, DECODER, outputs, feeds)[0][0, -1]
+        return hidden, (states, given)
+
+    def _embed(self, input_ids: Int64Array) -> Float32Array:
+        """The rows (1, seq, hidden) of the embedding table."""
+        rows: Float32Array = self.embedding[input_ids].astype(np.float32, copy=False)
+        if self.manifest.embedding_scale != 1.0:
+            rows = rows * np.float32(self.manifest.embedding_scale)
+        return rows[None]
+
+    def _pass(self, session: Any, name: str, outputs: list[str], feeds: dict[str, Any]) -> Any:
+        """A graph's outputs, the first of them hidden states of the manifest's width."""
+        try:
+            found = session.run(outputs, feeds)
+        except Exception as error:
+            raise ModelError(
+                f"a forward pass of {name} fails: {_first_line(error)}. Export the model again."
+            ) from error
+        if found[0].shape[-1] != self.manifest.hidden_size:
+            raise ModelError(
+                f"{name} gives hidden states of width {found[0].shape[-1]} and the manifest says "
+                f"{self.manifest.hidden_size}: the files belong to different models."
+            )
+        return found
+
+    def answering_behind(self, input_ids: Sequence[int] | Int64Array) -> "Model":
+        """The same encoder-decoder, its decoder given other ids first; a decoder alone as it is."""
+        if self.answers is None:
+            return self
+        given = np.asarray(input_ids, dtype=np.int64)
+        return replace(self, answers=replace(self.answers, input_ids=given))
 
     def _first_token(self, first_id: Int64Array) -> Past:
         """The keys and values behind a prompt's first token (1,), computed once for each id."""
@@ -137,7 +182,7 @@ class Model:
 
     @property
     def continues(self) -> bool:
-        return True
+        return self.answers is None  # an encoder reads a prompt from both ends
 
     def logits(self, hidden: Float32Array, rows: "HeadRows") -> Float32Array:
         """The logits (n,) of the rows' tokens behind a last hidden state (hidden,)."""
@@ -213,18 +258,21 @@ def open_session(path: Path, threads: int) -> Any:
 def open_model(directory: Path, manifest: ExportManifest, threads: int) -> Model:
     """Load a model directory whose manifest was read; ``threads`` compute threads for one pass.
 
+    An encoder-decoder answers behind the ids that the paper's code gives its decoder.
     Errors: ModelError when onnxruntime cannot load the graph, or the graph, the tables and the
     manifest do not fit together.
     """
     start = time.perf_counter()
-    session = open_session(directory / GRAPH, threads)
-    inputs = {node.name: node for node in session.get_inputs()}
-    outputs = [node.name for node in session.get_outputs()]
-    if "inputs_embeds" not in inputs or "last_hidden_state" not in outputs:
-        raise ModelError(
-            f"{directory / GRAPH} does not go from inputs_embeds to last_hidden_state, so it was "
-            "not written by `edge-eval export`: export the checkpoint again."
+    graph = directory / (ENCODER if manifest.encoder_decoder else GRAPH)
+    session = open_session(graph, threads)
+    inputs = _inputs_of(graph, session, "inputs_embeds")
+    answers = None
+    if manifest.encoder_decoder:
+        path = directory / DECODER
+        answers = AnswerDecoder(
+            open_session(path, threads), np.asarray(manifest.decoder_paper_ids, dtype=np.int64)
         )
+        _inputs_of(path, answers.session, "inputs_embeds", "encoder_hidden_states")
     past = [name for name in inputs if name.startswith("past_key_values.")]
     table = _map_table(directory / HEAD)
     tied = manifest.tied_embedding
@@ -238,18 +286,31 @@ def open_model(directory: Path, manifest: ExportManifest, threads: int) -> Model
         past_inputs=tuple((name, (inputs[name].shape[1], inputs[name].shape[3])) for name in past),
         present_names=tuple(name.replace("past_key_values", "present") for name in past),
         load_s=time.perf_counter() - start,
+        answers=answers,
     )
-    _check_shapes(directory, model, inputs["inputs_embeds"].shape[-1])
+    _check_shapes(directory, model, graph.name, inputs["inputs_embeds"].shape[-1])
     return model
 
 
-def _check_shapes(directory: Path, model: Model, graph_width: int) -> None:
+def _inputs_of(path: Path, session: Any, *needed: str) -> dict[str, Any]:
+    """A graph's inputs by name. Errors: ModelError when its ends are not those of an export."""
+    inputs = {node.name: node for node in session.get_inputs()}
+    outputs = [node.name for node in session.get_outputs()]
+    if not inputs.keys() >= set(needed) or "last_hidden_state" not in outputs:
+        raise ModelError(
+            f"{path} does not go from {' and '.join(needed)} to last_hidden_state, so it was "
+            "not written by `edge-eval export`: export the checkpoint again."
+        )
+    return inputs
+
+
+def _check_shapes(directory: Path, model: Model, graph: str, graph_width: int) -> None:
     """Raise ModelError when graph, tables and manifest cannot be one model's."""
     manifest = model.manifest
     width, size = manifest.hidden_size, manifest.vocab_size
     if graph_width != width:
         raise ModelError(
-            f"{directory / GRAPH} takes rows of {graph_width} and the manifest says hidden size "
+            f"{directory / graph} takes rows of {graph_width} and the manifest says hidden size "
             f"{width}: the files belong to different models."
         )
     for file, array in ((HEAD, model.head), (EMBEDDING, model.embedding)):

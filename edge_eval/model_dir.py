@@ -2,6 +2,9 @@
 
 manifest.json         ExportManifest, with a SHA-256 and size per file
 model.onnx(+_data)    from embedded tokens to the last hidden state
+encoder.onnx, decoder.onnx(+_data)  in its place where the manifest's kind is encoder-decoder:
+                      from the prompt's embedded tokens to its states; from those and the answer's
+                      embedded tokens to the last hidden state
 lm_head.npy           (vocab, hidden) float32 or float16, memory-mapped
 lm_head_bias.npy      (vocab,) where the head has a bias
 embedding.npy         (vocab, hidden) where it is not the head's table
@@ -20,6 +23,8 @@ from edge_eval.schema import ExportManifest
 
 MANIFEST = "manifest.json"
 GRAPH = "model.onnx"
+ENCODER = "encoder.onnx"
+DECODER = "decoder.onnx"
 HEAD = "lm_head.npy"
 HEAD_BIAS = "lm_head_bias.npy"
 EMBEDDING = "embedding.npy"
@@ -62,10 +67,15 @@ def read_manifest(directory: Path) -> ExportManifest:
         raise ModelError(f"{path} cannot be read as a manifest: {error}") from error
     for name, facts in manifest.files.items():
         _check_file(directory, name, int(facts["size_bytes"]))
-    for name in (GRAPH, HEAD, TOKENIZER):
+    for name in (*graphs_of(manifest), HEAD, TOKENIZER):
         if name not in manifest.files:
             raise ModelError(f"{path} does not list {name}: export the model again.")
     return manifest
+
+
+def graphs_of(manifest: ExportManifest) -> tuple[str, ...]:
+    """The graphs' file names; the first is the one that reads the prompt."""
+    return (ENCODER, DECODER) if manifest.encoder_decoder else (GRAPH,)
 
 
 # What a manifest's field may be; a wrong type would surface far from its cause.
@@ -90,6 +100,11 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "parity": (dict,),
     "first_token_apart": (bool,),
     "quantization": (dict, type(None)),
+    "kind": (str,),
+    "decoder_start_ids": (list,),
+    "decoder_paper_ids": (list,),
+    "trained_length": (int, type(None)),
+    "tokenizer": (dict, type(None)),
 }
 
 
@@ -115,7 +130,17 @@ def _typed(fields: dict[str, Any]) -> ExportManifest:
             not isinstance(facts.get(key), kind) for key, kind in wanted.items()
         ):
             raise TypeError(f"files says {facts!r} of {name!r}")
-    return ExportManifest(**{name: fields[name] for name in known})
+    values = {name: fields[name] for name in known}
+    kind = values.get("kind", "decoder")
+    if kind not in {"decoder", "encoder-decoder"}:
+        raise ValueError(f"kind is {kind!r}")
+    for name in ("decoder_start_ids", "decoder_paper_ids"):
+        ids = values[name] = tuple(values.get(name, ()))
+        if any(not isinstance(i, int) or not 0 <= i < fields["vocab_size"] for i in ids):
+            raise ValueError(f"{name} is {list(ids)}")
+        if bool(ids) != (kind == "encoder-decoder"):
+            raise ValueError(f"kind is {kind!r} and {name} {list(ids)}")
+    return ExportManifest(**values)
 
 
 def _refuse_constant(name: str) -> float:

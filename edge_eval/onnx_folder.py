@@ -305,6 +305,10 @@ class LogitsModel:
     continues: bool
     load_s: float
 
+    def answering_behind(self, input_ids: Sequence[int]) -> "LogitsModel":  # noqa: ARG002 - one signature
+        """Itself: a decoder alone is given nothing but the prompt."""
+        return self
+
     def run(
         self, input_ids: Int64Array, past: Past | None = None, *, keep: bool = False
     ) -> tuple[Float32Array, Past]:

@@ -206,7 +206,8 @@ def find_unfinished(path: Path) -> RunRecord | None:
 # settings that change no answer.
 _NAMES_AND_TIMES = {
     "config": {"model", "file", "data", "threads", "warmup", "concurrency", "timeout_s"},
-    "manifest": {"name", "source", "revision", "tools", "parity", "created", "quantization"},
+    "manifest": {"name", "source", "revision", "tools", "parity", "created", "quantization"}
+    | {"tokenizer"},
     "data": {"source", "kind", "revision", "n_rows", "n_refused", "n_selected"},
     "scoring": set[str](),
 }

@@ -241,6 +241,19 @@ class ExportManifest:
     # The first token's activations dwarf the others' and would set their resolution.
     first_token_apart: bool = False
     quantization: Mapping[str, Any] | None = None  # what exporters/quantize.py measured
+    kind: str = "decoder"  # or "encoder-decoder"
+    # What an encoder-decoder's decoder is given before its answer: the start token, as it was
+    # trained, and what the paper's code gives it, tokenizer("<pad>"); empty for a decoder.
+    decoder_start_ids: tuple[int, ...] = ()
+    decoder_paper_ids: tuple[int, ...] = ()
+    # Tokens, where the checkpoint states a length that it was trained at and that bounds nothing.
+    trained_length: int | None = None
+    tokenizer: Mapping[str, Any] | None = None  # what exporters/checkpoint_tokenizer.py compared
+
+    @property
+    def encoder_decoder(self) -> bool:
+        """Whether the prompt is read by an encoder and the answer begins in a decoder."""
+        return self.kind == "encoder-decoder"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_eval.generated import read_answer
+from edge_eval.schema import ExportManifest
 
 Scores = npt.NDArray[np.float64]  # (options,), larger is better
 
@@ -76,11 +77,14 @@ class Protocol:
     prompt: str | None = None  # None: the user's choice among the paper's
     letters: str | None = None
     normalized: bool = False  # log-probabilities over the whole vocabulary are needed
+    decoder_input: str = "start"  # or "paper": what an encoder-decoder's decoder is given first
 
 
 # Their numbers must never be mixed: one model differs by up to 10 points between them.
 PROTOCOLS: dict[str, Protocol] = {
-    "paper": Protocol("the ArabicMMLU authors' prompts and rule", "argmax", "micro"),
+    "paper": Protocol(
+        "the ArabicMMLU authors' prompts and rule", "argmax", "micro", decoder_input="paper"
+    ),
     "lm-eval": Protocol(
         "lm-evaluation-harness's arabicmmlu: no last space, ' A' scored",
         "argmax",
@@ -97,3 +101,16 @@ PROTOCOLS: dict[str, Protocol] = {
         normalized=True,
     ),
 }
+
+
+def decoder_input_ids(manifest: ExportManifest, template: str) -> tuple[int, ...]:
+    """What an encoder-decoder's decoder is given before the letter; empty for a decoder.
+
+    The paper's code gives it tokenizer("<pad>"). T5's tokenizers end every text with </s>, so the
+    letter is read behind <pad> </s>, not behind <pad>, where a trained model begins its answer and
+    where lm-evaluation-harness reads it. template: a name in PROMPT_TEMPLATES.
+    Source: mbzuai-nlp/ArabicMMLU, util_compute.py, predict_classification_mt0_by_letter.
+    """
+    protocol = PROTOCOLS.get(template, PROTOCOLS["paper"])
+    papers = protocol.decoder_input == "paper"
+    return manifest.decoder_paper_ids if papers else manifest.decoder_start_ids

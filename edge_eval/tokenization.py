@@ -77,7 +77,9 @@ def encode_prompts(tokenizer: Any, prompts: Iterable[Prompt]) -> Iterator[Encode
             yield EncodedPrompt(prompt.question_id, np.asarray(encoding.ids, dtype=np.int64))
 
 
-def letter_tokens(tokenizer: Any, letters: Sequence[str], prefix: str = "") -> LetterTokens:
+def letter_tokens(
+    tokenizer: Any, letters: Sequence[str], prefix: str = "", *, own_text: bool = False
+) -> LetterTokens:
     """The ids that spell each letter behind a prompt, special tokens left out.
 
     The paper takes the last id of the letter encoded alone, which is the letter itself when
@@ -85,14 +87,19 @@ def letter_tokens(tokenizer: Any, letters: Sequence[str], prefix: str = "") -> L
     is one id, the paper's, or several where the vocabulary has no token for the letter. With
     a prefix (" " for lm-eval) prefix and letter are encoded together and nothing is dropped.
 
+    own_text: the answer is a text of its own, as an encoder-decoder's is, so that its word-start
+    piece belongs to it and stays. There the paper takes the first id, which is the whole letter
+    where the vocabulary has a token for it; where it has none, the first id is a word-start
+    piece that says nothing of the letter, and several ids are returned instead.
+
     Source: mbzuai-nlp/ArabicMMLU, util_compute.py at 8d5b148.
     Errors: ScoringError for letters that are unknown or spelt alike.
     """
     unknown = tokenizer.token_to_id(_unknown_token(tokenizer) or "")
     ids, pieces = [], []
     for letter in letters:
-        spelling = _spell(tokenizer, prefix, letter)
-        while not prefix and len(spelling) > 1 and _is_blank(tokenizer, spelling[0]):
+        spelling = _spell(tokenizer, prefix, letter, own_text=own_text)
+        while not (prefix or own_text) and len(spelling) > 1 and _is_blank(tokenizer, spelling[0]):
             spelling = spelling[1:]
         if not spelling or any(token_id == unknown for token_id, _piece in spelling):
             raise ScoringError(
@@ -152,10 +159,10 @@ def _encode(tokenizer: Any, text: str, *, control: bool) -> list[int]:
     return ids
 
 
-def _spell(tokenizer: Any, prefix: str, letter: str) -> list[tuple[int, str]]:
+def _spell(tokenizer: Any, prefix: str, letter: str, *, own_text: bool) -> list[tuple[int, str]]:
     """The ids and pieces of a letter alone, or with its prefix as they stand behind a cue."""
     # At a text's beginning some tokenizers put a space of their own before the prefix.
-    cue = ":" if prefix else ""
+    cue = ":" if prefix and not own_text else ""
     before = tokenizer.encode(cue, add_special_tokens=False).ids
     after = tokenizer.encode(cue + prefix + letter, add_special_tokens=False)
     n = len(before) if after.ids[: len(before)] == before else 0

@@ -40,6 +40,7 @@ def export(
     import dataclasses
 
     from edge_eval.onnx_folder import find_graphs
+    from exporters.checkpoint_tokenizer import tokenizer_note
 
     folder = Path(source)
     # Where both are there the weights are the better source: their graph is the faster one.
@@ -73,6 +74,8 @@ def export(
         f"Next: edge-eval run {output}",
         soft_wrap=True,
     )
+    if note := tokenizer_note(manifest.tokenizer):
+        notes().print(f"Note: {note}", soft_wrap=True, markup=False)
 
 
 def verify(
@@ -91,7 +94,7 @@ def verify(
         f"{report['longest_tokens']} tokens the letter logits are within "
         f"{report['logit_max_difference']:.2g} of the {report['reference']}'s (the largest is "
         f"{report['logit_scale']:.3g}), and within {report['past_max_difference']:.2g} when "
-        f"continued from a cached half; the same letter {report['n_same_letter']} of "
+        f"computed in two steps; the same letter {report['n_same_letter']} of "
         f"{report['n_prompts']} times.",
         soft_wrap=True,
     )

@@ -69,11 +69,18 @@ def export_checkpoint(
         raise ExportError(
             f"{source} has no .safetensors weights{found}. Convert the checkpoint to safetensors."
         )
+    from exporters.checkpoint_tokenizer import write_tokenizer
+
     with quiet():
-        model = load_causal_model(folder)
+        if config.get("is_encoder_decoder"):
+            from exporters.encoder_decoder import load_encoder_decoder
+
+            model = load_encoder_decoder(folder, config.get("model_type"))
+        else:
+            model = load_causal_model(folder)
         return write_model_directory(
             model,
-            lambda directory: _write_tokenizer(folder, directory),
+            lambda directory: write_tokenizer(folder, directory),
             Source(_source_name(source), found_revision),
             output,
             fused=fused,
@@ -134,24 +141,40 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def load_causal_model(folder: Path, gguf_file: str | None = None) -> Any:
     """The checkpoint in float32 and evaluation mode, with no code of its own."""
+    from transformers import AutoModelForCausalLM
+
+    return load_weights(AutoModelForCausalLM, folder, gguf_file)
+
+
+def load_weights(auto_class: Any, folder: Path, gguf_file: str | None = None) -> Any:
+    """A model of one of transformers' auto classes, every weight of it from the checkpoint.
+
+    Errors: ExportError when it does not load, or when weights are missing, which transformers
+    would fill with random ones.
+    """
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = auto_class.from_pretrained(
             str(folder),
             dtype=torch.float32,
             trust_remote_code=False,
             local_files_only=True,
             attn_implementation="eager",
+            output_loading_info=True,
             **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ExportError(
             f"{gguf_file or folder} cannot be loaded by transformers: {error}"
         ) from error
+    if missing := sorted(found["missing_keys"]):
+        raise ExportError(
+            f"{gguf_file or folder} lacks {len(missing)} of the weights of a {type(model).__name__} "
+            f"({missing[0]}): it is part of another model, and random weights would take their place."
+        )
     return model.eval()
 
 
@@ -164,7 +187,7 @@ def decoder_of(causal_model: Any) -> Any:
 
 def write_model_directory(
     model: Any,
-    write_tokenizer: Callable[[Path], None],
+    write_tokenizer: Callable[[Path], dict[str, Any] | None],
     source: Source,
     output: Path,
     *,
@@ -172,6 +195,7 @@ def write_model_directory(
 ) -> ExportManifest:
     """Export, verify, and only then give the directory its name.
 
+    write_tokenizer: writes the tokenizer's files and returns the manifest's words on them.
     Errors: ExportError; then nothing is left at ``output``.
     """
     from exporters.fused_decoder import FAMILIES
@@ -179,10 +203,22 @@ def write_model_directory(
     from exporters.verify import compare_with_checkpoint
 
     with new_directory(output) as directory:
-        write_tokenizer(directory)
+        tokenizer = write_tokenizer(directory)
         model.config.to_json_file(directory / "config.json")
-        decoder = decoder_of(model)
-        form = export_graph(decoder, directory / GRAPH, fused=fused)
+        config = model.config
+        if config.is_encoder_decoder:
+            from exporters.encoder_decoder import decoder_inputs, export_halves
+
+            decoder, form, n_layers = None, "plain", config.num_layers + config.num_decoder_layers
+            export_halves(model, directory)
+            stated = _stated_length(config, directory)
+            kind = decoder_inputs(config, directory) | {"trained_length": stated}
+            # Relative positions end nowhere, and the paper's code cuts no prompt.
+            max_length = max(stated or 0, FALLBACK_MAX_LENGTH)
+        else:
+            decoder, n_layers, kind = decoder_of(model), config.num_hidden_layers, {}
+            form = export_graph(decoder, directory / GRAPH, fused=fused)
+            max_length = _max_length(config)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = head.weight.data_ptr() == embedding.weight.data_ptr()
         save_table(directory / HEAD, head.weight)
@@ -190,7 +226,6 @@ def write_model_directory(
             save_table(directory / EMBEDDING, embedding.weight)
         if head.bias is not None:
             np.save(directory / HEAD_BIAS, head.bias.detach().numpy())
-        config = model.config
         scale = float(getattr(embedding, "embed_scale", 1.0))
         if form == "fused":
             scale = FAMILIES[config.model_type].embedding_scale(config)
@@ -202,10 +237,10 @@ def write_model_directory(
             architecture=config.model_type,
             precision="fp32",
             graph=form,
-            n_layers=int(config.num_hidden_layers),
+            n_layers=int(n_layers),
             hidden_size=int(config.hidden_size),
             vocab_size=int(embedding.weight.shape[0]),
-            max_length=_max_length(config),
+            max_length=max_length,
             sliding_window=_sliding_window(config),
             tied_embedding=tied,
             embedding_scale=scale,
@@ -216,6 +251,8 @@ def write_model_directory(
             tools=tool_versions(),
             parity={},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            tokenizer=tokenizer,
+            **kind,
         )
         parity = compare_with_checkpoint(directory, manifest, model, decoder)
         manifest = replace(manifest, parity=parity)
@@ -261,6 +298,14 @@ def _max_length(config: Any) -> int:
     return FALLBACK_MAX_LENGTH
 
 
+def _stated_length(config: Any, directory: Path) -> int | None:
+    """The length in tokens that an encoder-decoder was trained at, where its files state one."""
+    settings = _read_json(directory / "tokenizer_config.json")
+    stated = getattr(config, "n_positions", None) or settings.get("model_max_length")
+    # transformers writes 10^30 where none is known.
+    return int(stated) if isinstance(stated, int) and 0 < stated < 1 << 20 else None
+
+
 def _sliding_window(config: Any) -> int | None:
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
@@ -275,46 +320,14 @@ def _head_scale(config: Any) -> float:
         return 1.0 / float(config.logits_scaling)
     if config.model_type in {"cohere", "cohere2"}:
         return float(config.logit_scale)
+    if config.model_type in {"mt5", "t5"} and config.tie_word_embeddings:
+        return float(config.d_model) ** -0.5
     return 1.0
 
 
 def tool_versions() -> dict[str, str]:
     """The versions of what made the export."""
     return {name: importlib.metadata.version(name) for name in TOOLS}
-
-
-def _write_tokenizer(folder: Path, directory: Path) -> None:
-    """tokenizer.json and its settings, proved equal to the checkpoint's own tokenizer."""
-    from transformers import AutoTokenizer
-
-    from edge_eval.tokenization import encode_prompts, load_tokenizer
-    from exporters.verify import verification_prompts
-
-    try:
-        original = AutoTokenizer.from_pretrained(
-            str(folder), use_fast=True, trust_remote_code=False, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        raise ExportError(
-            f"{folder} has no tokenizer that transformers can load: {error}"
-        ) from error
-    if not original.is_fast:
-        raise ExportError(
-            f"{folder} has only a slow tokenizer ({type(original).__name__}) and no tokenizer.json."
-        )
-    with tempfile.TemporaryDirectory() as scratch:
-        original.save_pretrained(scratch)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            if (Path(scratch) / name).is_file():
-                shutil.copyfile(Path(scratch) / name, directory / name)
-    ours = load_tokenizer(directory)
-    prompts = verification_prompts(ours, None, FALLBACK_MAX_LENGTH)
-    for prompt, encoded in zip(prompts, encode_prompts(ours, prompts), strict=True):
-        if original(prompt.text)["input_ids"] != encoded.input_ids.tolist():
-            raise ExportError(
-                f"tokenizer.json and the checkpoint's tokenizer ({type(original).__name__}) give "
-                f"different tokens for sample question {prompt.question_id}. Nothing was written."
-            )
 
 
 @contextlib.contextmanager

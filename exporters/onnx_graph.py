@@ -89,13 +89,13 @@ def export_graph(decoder: Any, path: Path, *, fused: bool = True) -> str:
     form = "fused" if fused and why_not_fused(decoder.config) is None else "plain"
     model: nn.Module = FusedDecoder(decoder) if form == "fused" else decoder
     configuration = hidden_state_configuration(decoder, fused=form == "fused")
-    with torch.no_grad(), _weights_beside_the_graph():
+    with torch.no_grad(), weights_beside_the_graph():
         export(model, configuration, path, opset=OPSET, disable_dynamic_axes_fix=True)
     return form
 
 
 @contextlib.contextmanager
-def _weights_beside_the_graph() -> Iterator[None]:
+def weights_beside_the_graph() -> Iterator[None]:
     """Optimum's switch for external data: onnxruntime maps a file and copies what is in a graph."""
     before = os.environ.get("FORCE_ONNX_EXTERNAL_DATA")
     os.environ["FORCE_ONNX_EXTERNAL_DATA"] = "1"

@@ -34,6 +34,7 @@ from edge_eval.model_dir import (
     GRAPH,
     HEAD,
     describe_files,
+    graphs_of,
     read_manifest,
     size_on_disk,
     verify_hashes,
@@ -45,8 +46,6 @@ from edge_eval.schema import ExportManifest, Float32Array, Int64Array, RunConfig
 from edge_eval.tokenization import encode_prompts, load_tokenizer
 from exporters.huggingface import new_directory
 from exporters.verify import TEMPLATES, measure_directory, single_letter_ids
-
-GRAPH_DATA = GRAPH + "_data"
 
 N_RANGE_PROMPTS = 16  # their activations set the channels' scales
 N_CHOICE_PROMPTS = 40  # on these the products to keep are chosen; the rest is held out
@@ -62,6 +61,9 @@ MARGIN = 0.6
 SMALLEST_PRODUCT = 1024
 
 INT4_BLOCK = 32
+
+# In the names of an encoder's products: the second of a T5 layer's feed-forward, kept in fp32.
+KEPT_IN_T5 = "/wo/"
 
 # A letter's logit may move by this share of the largest when the tables become float16.
 TABLE_TOLERANCE = 1e-3
@@ -570,9 +572,9 @@ class Gauge:
         return model.logits(model.run(probe.input_ids)[0], self._rows)
 
     def price(self, network: Network, scratch: Path) -> Price:
-        """The price of a rounding, through a session of its own; the first token apart."""
+        """The price of a rounding, through a session of its own; a decoder's first token apart."""
         write_network(network, scratch / GRAPH)
-        manifest = replace(self._model.manifest, first_token_apart=True)
+        manifest = replace(self._model.manifest, first_token_apart=self._model.answers is None)
         session = open_session(scratch / GRAPH, usable_cores())
         model = replace(self._model, session=session, manifest=manifest, first_tokens={})
         return price_of(
@@ -582,7 +584,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What products were given on the calibration prompts, first tokens left out."""
+    """What products were given on the calibration prompts, a decoder's first tokens left out."""
 
     ranges: dict[str, Float32Array]  # input -> the largest magnitude (in,) of each channel
     rows: dict[str, Float32Array]  # input -> some of its rows (n, in)
@@ -609,12 +611,16 @@ def observe(
         model,
         session=open_session(scratch / GRAPH, usable_cores()),
         present_names=(*model.present_names, *names),
+        answers=None,  # the encoder alone, as a decoder without a past
     )
     ranges: dict[str, Float32Array] = {}
     rows: dict[str, list[Float32Array]] = {name: [] for name in names}
     for probe in probes:
-        _, first = model.run(probe.input_ids[:1], keep=True)
-        _, outputs = watching.run(probe.input_ids[1:], first, keep=True)
+        if model.answers is None:
+            _, first = model.run(probe.input_ids[:1], keep=True)
+            _, outputs = watching.run(probe.input_ids[1:], first, keep=True)
+        else:
+            _, outputs = watching.run(probe.input_ids, keep=True)
         for name, value in zip(names, outputs[n_present:], strict=True):
             flat = value.reshape(-1, value.shape[-1])
             largest = np.abs(flat).max(axis=0)
@@ -702,6 +708,7 @@ def choose_kept(
 def quantize(source: Path, output: Path, precision: str) -> ExportManifest:
     """Write the model directory ``source`` to ``output`` in another precision, its price measured.
 
+    Of an encoder-decoder the encoder is rounded: the decoder's passes are of a few tokens.
     Errors: ExportError for an unknown precision, a source that is not fp32 or holds no product
     with constant weights; then nothing is left at ``output``. ModelError for a source that is
     no model directory.
@@ -718,10 +725,13 @@ def quantize(source: Path, output: Path, precision: str) -> ExportManifest:
     verify_hashes(source, manifest)
     with new_directory(output) as directory, tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
-        network = read_network(source / GRAPH)
+        graph = graphs_of(manifest)[0]
+        network = read_network(source / graph)
         sites = find_sites(network)
+        if manifest.encoder_decoder:
+            sites = _without_kept(sites)
         if not sites:
-            raise ExportError(f"{source / GRAPH} has no product with constant weights to round.")
+            raise ExportError(f"{source / graph} has no product with constant weights to round.")
         model = open_model(source, manifest, usable_cores())
         ids = single_letter_ids(load_tokenizer(source))
         calibration, held_out = sample_probes(source, manifest.max_length)
@@ -735,15 +745,15 @@ def quantize(source: Path, output: Path, precision: str) -> ExportManifest:
             network, sites, activations, normed, recipe, Gauge(model, ids, calibration), scratch
         )
         rounded = rewrite(network, sites, activations.ranges, choice.kept, recipe.bits, normed)
-        write_network(rounded, directory / GRAPH)
+        write_network(rounded, directory / graph)
         _write_tables(source, directory, model, ids, calibration)
         for name in manifest.files:
-            if name not in {GRAPH, GRAPH_DATA} and not (directory / name).exists():
+            if name not in {graph, f"{graph}_data"} and not (directory / name).exists():
                 shutil.copyfile(source / name, directory / name)
         ours = replace(
             manifest,
             precision=precision,
-            first_token_apart=True,
+            first_token_apart=not manifest.encoder_decoder,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             files=describe_files(directory, [path.name for path in directory.iterdir()]),
         )
@@ -764,16 +774,24 @@ def quantize(source: Path, output: Path, precision: str) -> ExportManifest:
             },
             "source_bytes": size_on_disk(manifest),
             "size_bytes": size_on_disk(ours),
-            "source_sha256": manifest.files[GRAPH]["sha256"],
+            "source_sha256": manifest.files[graph]["sha256"],
         }
         ours = replace(ours, quantization=quantization)
         write_manifest(directory, ours)
         report = measure_directory(directory)
         again = ("logit_max_difference", "logit_scale", "n_same_letter", "past_max_difference")
-        parity = {k: v for k, v in manifest.parity.items() if k != "hidden_max_difference"}
+        parity = {k: v for k, v in manifest.parity.items() if not k.startswith("hidden_")}
         ours = replace(ours, parity=parity | {name: report[name] for name in again})
         write_manifest(directory, ours)
     return ours
+
+
+def _without_kept(sites: Sequence[Site]) -> list[Site]:
+    """The sites without the products that T5's authors keep in fp32, where its values are largest.
+
+    Source: transformers 4.57, modeling_t5.py: _keep_in_fp32_modules.
+    """
+    return [site for site in sites if not any(KEPT_IN_T5 in item.output for item in site.products)]
 
 
 def _weight_names(sites: Sequence[Site], outputs: Collection[str]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import numpy as np
 from edge_eval.environment import usable_cores
 from edge_eval.errors import ExportError, ModelError, ScoringError
 from edge_eval.letters import OPTION_LETTERS, describe_letter
-from edge_eval.model import LetterModel, open_model
+from edge_eval.model import LetterModel, Model, open_model
 from edge_eval.model_dir import MANIFEST, read_manifest, verify_hashes
 from edge_eval.onnx_folder import open_folder
 from edge_eval.prompts import render
@@ -78,42 +78,75 @@ def our_logits(
 
 
 def continued_logits(model: LetterModel, input_ids: Int64Array, ids: Sequence[int]) -> Float32Array:
-    """The letters' logits (10,) with the prompt's first half run apart and continued from."""
+    """The letters' logits (10,) with the prompt's first half run apart and continued from.
+
+    Of an encoder-decoder, whose prompt is read whole: what its decoder is given, so divided.
+    """
+    if isinstance(model, Model) and model.answers is not None:
+        given = model.answers.input_ids
+        if len(given) > 1:
+            _, past = model.answering_behind(given[:1]).run(input_ids, keep=True)
+            return model.logits(model.run(given[1:], past)[0], model.head_rows(ids))
+        return model.logits(model.run(input_ids)[0], model.head_rows(ids))
     half = len(input_ids) // 2
     _, past = model.run(input_ids[:half], keep=True)
     return model.logits(model.run(input_ids[half:], past)[0], model.head_rows(ids))
 
 
+def _torch_pass(
+    torch_model: Any, decoder: Any, input_ids: Int64Array, given: Sequence[int]
+) -> tuple[Float32Array, Float32Array]:
+    """The last hidden state (hidden,) and logits (vocab,) of a prompt by the checkpoint's network."""
+    import torch
+
+    batch = torch.from_numpy(input_ids)[None]
+    with torch.no_grad():
+        if not given:
+            states = decoder(input_ids=batch, use_cache=False).last_hidden_state
+            logits = torch_model(input_ids=batch, use_cache=False).logits
+        else:
+            found = torch_model(
+                input_ids=batch,
+                decoder_input_ids=torch.tensor([given]),
+                use_cache=False,
+                output_hidden_states=True,
+            )
+            states, logits = found.decoder_hidden_states[-1], found.logits
+    return states[0, -1].numpy(), logits[0, -1].numpy()
+
+
 def compare_with_checkpoint(
-    directory: Path, manifest: ExportManifest, causal_model: Any, decoder: Any
+    directory: Path, manifest: ExportManifest, torch_model: Any, decoder: Any
 ) -> dict[str, Any]:
     """The figures of a fresh export against the torch model it came from.
 
+    decoder: the network inside a causal model; None for an encoder-decoder, whose hidden states
+    are held against the model's behind both of the manifest's decoder inputs.
     Errors: ExportError when they differ by more than MAX_DIFFERENCE or choose other letters.
     """
-    import torch
-
     tokenizer = load_tokenizer(directory)
     prompts = verification_prompts(tokenizer, manifest.sliding_window, manifest.max_length)
     encoded = [item.input_ids for item in encode_prompts(tokenizer, prompts)]
     ids = single_letter_ids(tokenizer)
+    # The manifest's own decoder input last: its logits are the reference that is kept.
+    inputs = [given for given in (manifest.decoder_start_ids, manifest.decoder_paper_ids) if given]
     hidden_reference, logits_reference = [], []
-    with torch.no_grad():
-        for input_ids in encoded:
-            batch = torch.from_numpy(input_ids)[None]
-            hidden = decoder(input_ids=batch, use_cache=False).last_hidden_state
-            logits = causal_model(input_ids=batch, use_cache=False).logits
-            hidden_reference.append(hidden[0, -1].numpy())
-            logits_reference.append(logits[0, -1, ids].numpy())
+    for input_ids in encoded:
+        for given in inputs or [()]:
+            hidden, logits = _torch_pass(torch_model, decoder, input_ids, given)
+            hidden_reference.append(hidden)
+        logits_reference.append(logits[ids])
     model = open_model(directory, manifest, usable_cores())
-    hidden_ours = np.stack([model.run(input_ids)[0] for input_ids in encoded])
+    ways = [model.answering_behind(given) for given in inputs] or [model]
+    hidden_ours = [way.run(input_ids)[0] for input_ids in encoded for way in ways]
     report = _differences(
         our_logits(model, encoded, ids),
         np.stack(logits_reference),
         continued_logits(model, encoded[-1], ids),
     )
     report |= {
-        "hidden_max_difference": _largest(hidden_ours - np.stack(hidden_reference)),
+        "hidden_max_difference": _largest(np.stack(hidden_ours) - np.stack(hidden_reference)),
+        "hidden_scale": _largest(np.stack(hidden_reference)),
         "n_prompts": len(encoded),
         "longest_tokens": max(map(len, encoded)),
         "letter_ids": ids,
@@ -179,6 +212,12 @@ def _judge(report: dict[str, Any], then: str) -> None:
         raise ExportError(
             f"the exported graph and the {reference} disagree: letter logits differ by up to {worst:.3g} "
             f"where the largest is {report['logit_scale']:.3g}. {then}"
+        )
+    hidden = report.get("hidden_max_difference")  # not kept by an export: only a fresh one has it
+    if hidden is not None and not hidden <= MAX_DIFFERENCE * report["hidden_scale"]:
+        raise ExportError(
+            "the exported graph and the checkpoint disagree: last hidden states differ by up to "
+            f"{hidden:.3g} where the largest is {report['hidden_scale']:.3g}. {then}"
         )
     if report["n_same_letter"] != report["n_prompts"]:
         raise ExportError(

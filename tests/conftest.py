@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from edge_eval.letters import ARABIC, LATIN
 from edge_eval.questions import load_questions
 from edge_eval.schema import Question, RunConfig
 
@@ -46,6 +47,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
     },
     "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4, "initializer_range": 0.2},
+}
+
+# Heads whose width is not hidden size over heads, stacks of different depth, more tokens in the
+# table than in the tokenizer: as the published ones are.
+TINY_T5 = {
+    "vocab_size": 608,
+    "d_model": 64,
+    "d_kv": 24,
+    "d_ff": 96,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "mt5": TINY_T5,  # gated gelu, a head of its own
+    "t5": TINY_T5 | {"n_positions": 512},  # relu, head and embedding tied
 }
 
 
@@ -96,20 +114,70 @@ def write_tokenizer(sample_questions: tuple[Question, ...]) -> Callable[[Path], 
 
 
 @pytest.fixture(scope="session")
+def train_sentencepiece(
+    sample_questions: tuple[Question, ...],
+) -> Callable[..., Path]:
+    """Trains a sentencepiece model on the sample; settings are the trainer's own."""
+    import sentencepiece
+
+    texts = [text for q in sample_questions for text in (q.text, *q.options)]
+    # Alone and inside a word, or a letter that is rare elsewhere gets no piece with its word-start.
+    texts += [text for letter in (*LATIN, *ARABIC) for text in (letter, letter * 2)] * 100
+
+    def train(path: Path, **settings: Any) -> Path:
+        with path.open("wb") as file:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(texts),
+                model_writer=file,
+                vocab_size=500,
+                hard_vocab_limit=False,
+                minloglevel=2,
+                **settings,
+            )
+        return path
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def write_t5_tokenizer(train_sentencepiece: Callable[..., Path]) -> Callable[[Path], None]:
+    """Writes a T5 tokenizer, a sentencepiece unigram and what transformers makes of it."""
+
+    def write(directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        train_sentencepiece(directory / "spiece.model", pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+        path = directory / "tokenizer_config.json"
+        path.write_text(json.dumps({"tokenizer_class": "T5Tokenizer", "extra_ids": 4}))
+        # By from_pretrained: the class itself, given the file, forgets the word-start piece.
+        fast = AutoTokenizer.from_pretrained(directory)
+        fast.backend_tokenizer.save(str(directory / "tokenizer.json"))
+
+    return write
+
+
+@pytest.fixture(scope="session")
 def make_checkpoint(
-    tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[[Path], int]
+    tmp_path_factory: pytest.TempPathFactory,
+    write_tokenizer: Callable[[Path], int],
+    write_t5_tokenizer: Callable[[Path], None],
 ) -> Callable[..., Path]:
     """Writes a tiny random checkpoint of an architecture, as the Hub would hold it."""
 
     def make(model_type: str, **changes: Any) -> Path:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
         folder = tmp_path_factory.mktemp(f"checkpoint-{model_type}")
-        vocab_size = write_tokenizer(folder)
-        settings = ARCHITECTURES[model_type] | {"vocab_size": vocab_size} | changes
+        if model_type in ENCODER_DECODERS:
+            write_t5_tokenizer(folder)
+            auto: Any = AutoModelForSeq2SeqLM
+            settings = ENCODER_DECODERS[model_type] | changes
+        else:
+            auto = AutoModelForCausalLM
+            settings = ARCHITECTURES[model_type] | {"vocab_size": write_tokenizer(folder)} | changes
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+        model = auto.from_config(AutoConfig.for_model(model_type, **settings))
         with torch.no_grad():
             for parameter in model.parameters():
                 # Norms and biases start at 0 or 1, where an export that drops them looks right.
@@ -124,6 +192,18 @@ def make_checkpoint(
 @pytest.fixture(scope="session")
 def tiny_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
     return make_checkpoint("llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_encoder_decoder(
+    make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A model directory of a tiny mt5."""
+    from exporters.huggingface import export_checkpoint
+
+    output = tmp_path_factory.mktemp("models") / "tiny-mt5"
+    export_checkpoint(str(make_checkpoint("mt5")), output)
+    return output
 
 
 @pytest.fixture(scope="session")

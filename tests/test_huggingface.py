@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, SLIDING, TINY
+from conftest import ARCHITECTURES, ENCODER_DECODERS, SLIDING, TINY
 
 from edge_eval.errors import ExportError
 from edge_eval.model import open_model
@@ -18,13 +18,19 @@ from exporters.huggingface import export_checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def torch_logits(checkpoint: Path, input_ids: list[int]) -> np.ndarray[Any, Any]:
+def torch_logits(
+    checkpoint: Path, input_ids: list[int], decoder_input_ids: list[int] | None = None
+) -> np.ndarray[Any, Any]:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    auto: Any = AutoModelForSeq2SeqLM if decoder_input_ids else AutoModelForCausalLM
+    model = auto.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    given = {"decoder_input_ids": torch.tensor([decoder_input_ids])} if decoder_input_ids else {}
     with torch.no_grad():
-        logits: np.ndarray[Any, Any] = model(torch.tensor([input_ids])).logits[0, -1].numpy()
+        logits: np.ndarray[Any, Any] = (
+            model(torch.tensor([input_ids]), **given).logits[0, -1].numpy()
+        )
     return logits
 
 
@@ -55,6 +61,60 @@ def test_an_export_computes_what_torch_computes(
             if len(rest):
                 continued, _ = model.run(rest, past)
                 np.testing.assert_allclose(continued, hidden, atol=2e-4 * np.abs(hidden).max())
+
+
+@pytest.mark.parametrize("model_type", sorted(ENCODER_DECODERS))
+def test_an_encoder_decoder_computes_what_torch_computes(
+    model_type: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(model_type)
+    export_checkpoint(str(checkpoint), tmp_path / "model")
+    manifest = read_manifest(tmp_path / "model")
+    assert manifest.kind == "encoder-decoder"
+    assert manifest.tied_embedding == (model_type == "t5")
+    assert manifest.head_scale == (64**-0.5 if model_type == "t5" else 1.0)
+    assert manifest.trained_length == (512 if model_type == "t5" else None)
+    assert manifest.max_length == 2048
+    files = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {"encoder.onnx", "decoder.onnx", "lm_head.npy"} <= files
+    assert "model.onnx" not in files
+    model = open_model(tmp_path / "model", manifest, threads=1)
+    rng = np.random.default_rng(0)
+    for n in (1, 7, 300):  # 300 is beyond the last bucket of relative positions
+        input_ids = rng.integers(2, manifest.vocab_size, n)
+        for given in ([0], [0, 1], [0, 7, 8, 9]):
+            expected = torch_logits(checkpoint, input_ids.tolist(), given)
+            scale = np.abs(expected).max()
+            hidden, _ = model.answering_behind(given).run(input_ids)
+            np.testing.assert_allclose(model.all_logits(hidden), expected, atol=2e-4 * scale)
+            _, past = model.answering_behind(given[:1]).run(input_ids, keep=True)
+            if len(given) > 1:
+                continued, _ = model.run(np.array(given[1:]), past, keep=True)
+                np.testing.assert_allclose(continued, hidden, atol=2e-4 * np.abs(hidden).max())
+
+
+def test_another_encoder_decoder_is_refused_before_it_is_loaded(
+    make_checkpoint: Any, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint("t5")
+    path = checkpoint / "config.json"
+    path.write_text(path.read_text().replace('"model_type": "t5"', '"model_type": "bart"'))
+    with pytest.raises(ExportError, match=r"architecture bart.*it knows mt5 and t5"):
+        export_checkpoint(str(checkpoint), tmp_path / "model")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mt5"])
+def test_weights_that_are_missing_are_not_made_up(
+    model_type: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    checkpoint = make_checkpoint(model_type)
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ExportError, match=r"lacks 1 of the weights .*lm_head\.weight"):
+        export_checkpoint(str(checkpoint), tmp_path / "model")
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
