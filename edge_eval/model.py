@@ -96,6 +96,7 @@ class Model:
     load_s: float
     first_tokens: dict[int, Past] = field(default_factory=dict, compare=False, repr=False)
     answers: AnswerDecoder | None = None  # of an encoder-decoder, whose encoder is the session
+    mapped: tuple[mmap.mmap, ...] = ()  # what the tables are views of
 
     def run(
         self, input_ids: Int64Array, past: Past | None = None, *, keep: bool = False
@@ -139,6 +140,7 @@ class Model:
     def _embed(self, input_ids: Int64Array) -> Float32Array:
         """The rows (1, seq, hidden) of the embedding table."""
         rows: Float32Array = self.embedding[input_ids].astype(np.float32, copy=False)
+        self._let_go()
         if self.manifest.embedding_scale != 1.0:
             rows = rows * np.float32(self.manifest.embedding_scale)
         return rows[None]
@@ -194,7 +196,9 @@ class Model:
         """The head's rows for some tokens, copied into memory once."""
         ids = np.asarray(token_ids, dtype=np.int64)
         bias = None if self.head_bias is None else self.head_bias[ids].astype(np.float32)
-        return HeadRows(self.head[ids].astype(np.float32), bias)
+        rows = HeadRows(self.head[ids].astype(np.float32), bias)
+        self._let_go()
+        return rows
 
     def all_logits(self, hidden: Float32Array) -> Float32Array:
         """The logits (vocab,) of every token: reads the whole head, so only when asked for."""
@@ -206,9 +210,17 @@ class Model:
         for start in range(0, len(self.head), HEAD_BLOCK):
             rows = self.head[start : start + HEAD_BLOCK].astype(np.float32, copy=False)
             bias = self.head_bias
-            yield self._after_head(
+            logits = self._after_head(
                 hidden @ rows.T, None if bias is None else bias[start : start + HEAD_BLOCK]
             )
+            self._let_go()
+            yield logits
+
+    def _let_go(self) -> None:
+        """Unmap the tables' pages: with each row read the system maps some 64 KB around it."""
+        for mapped in self.mapped:
+            if hasattr(mapped, "madvise"):  # not on Windows
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     def _after_head(self, logits: Float32Array, bias: npt.NDArray[Any] | None) -> Float32Array:
         if bias is not None:
@@ -274,14 +286,19 @@ def open_model(directory: Path, manifest: ExportManifest, threads: int) -> Model
         )
         _inputs_of(path, answers.session, "inputs_embeds", "encoder_hidden_states")
     past = [name for name in inputs if name.startswith("past_key_values.")]
-    table = _map_table(directory / HEAD)
     tied = manifest.tied_embedding
+    table, *mapped = _map_table(directory / HEAD)
+    embedding = table
+    if not tied:
+        embedding, *more = _map_table(directory / EMBEDDING)
+        mapped += more
     model = Model(
         manifest=manifest,
         session=session,
-        embedding=table if tied else _map_table(directory / EMBEDDING),
+        embedding=embedding,
         head=table,
-        head_bias=_map_table(directory / HEAD_BIAS) if manifest.head_bias else None,
+        head_bias=_map_table(directory / HEAD_BIAS)[0] if manifest.head_bias else None,
+        mapped=tuple(mapped),
         input_names=tuple(inputs),
         past_inputs=tuple((name, (inputs[name].shape[1], inputs[name].shape[3])) for name in past),
         present_names=tuple(name.replace("past_key_values", "present") for name in past),
@@ -336,7 +353,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else repr(error)
 
 
-def _map_table(path: Path) -> npt.NDArray[Any]:
+def _map_table(path: Path) -> tuple[npt.NDArray[Any], mmap.mmap]:
     """A .npy table, memory-mapped without read-ahead: only the rows touched become resident."""
     try:
         with path.open("rb") as file:
@@ -352,7 +369,7 @@ def _map_table(path: Path) -> npt.NDArray[Any]:
             raise ValueError(f"shape {shape}")
         if hasattr(mapped, "madvise"):  # not on Windows
             mapped.madvise(mmap.MADV_RANDOM)
-        return np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape)
+        return np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape), mapped
     except FileNotFoundError as error:
         raise ModelError(f"{path} is missing: export the model again.") from error
     except (ValueError, OverflowError) as error:
