@@ -41,10 +41,6 @@ _TOO_LONG = re.compile(
 )
 
 
-# A request's first choice, the prompt's tokens where the server counts them, and its time in s.
-_Answer = tuple[dict[str, Any], int | None, float]
-
-
 class _ForTheMomentError(Exception):
     """A failure that may pass."""
 
@@ -129,15 +125,12 @@ class Endpoint:
 
     def _ask(
         self, request: Mapping[str, Any], max_new_tokens: int, more: Mapping[str, Any]
-    ) -> _Answer | None:
+    ) -> tuple[dict[str, Any], int | None, float] | None:
         """The first choice, the prompt's tokens where the server counts them, and the time."""
         from tenacity import (
             Retrying,
             retry_if_exception_type,
             sleep_using_event,
-            stop_after_attempt,
-            stop_any,
-            stop_when_event_set,
             wait_exponential,
             wait_random,
         )
@@ -149,26 +142,26 @@ class Endpoint:
             asked = state.outcome.exception().retry_after_s
             return float((doubled(state) if asked is None else asked) + apart(state))
 
-        def asks_too_much(state: Any) -> bool:
-            asked = state.outcome.exception().retry_after_s
-            return asked is not None and asked > LONGEST_ASKED_S
+        def stop(state: Any) -> bool:
+            asked = state.outcome.exception().retry_after_s or 0.0
+            enough = state.attempt_number >= attempts or asked > LONGEST_ASKED_S
+            return enough or self._closed.is_set()
 
         def count(_state: Any) -> None:
             self.n_retries += 1
 
         body = {"model": self.model, **request, self._limit: max_new_tokens, "temperature": 0}
         attempts = self._attempts
-        enough = stop_any(stop_after_attempt(attempts), stop_when_event_set(self._closed))
         retrying = Retrying(
             retry=retry_if_exception_type(_ForTheMomentError),
-            stop=lambda state: enough(state) or asks_too_much(state),
+            stop=stop,
             wait=wait,
             sleep=sleep_using_event(self._closed),
             before_sleep=count,
             reraise=True,
         )
         try:
-            answer: _Answer = retrying(self._ask_once, body | dict(more))
+            answer = retrying(self._ask_once, body | dict(more))
         except _ForTheMomentError as error:
             asked = error.retry_after_s
             given_up = (
@@ -191,7 +184,7 @@ class Endpoint:
         self._attempts = ATTEMPTS
         return answer
 
-    def _ask_once(self, body: dict[str, Any]) -> _Answer:
+    def _ask_once(self, body: dict[str, Any]) -> tuple[dict[str, Any], int | None, float]:
         import httpx
 
         path = "/chat/completions" if self.is_chat else "/completions"
