@@ -41,6 +41,10 @@ _TOO_LONG = re.compile(
 )
 
 
+# A request's first choice, the prompt's tokens where the server counts them, and its time in s.
+_Answer = tuple[dict[str, Any], int | None, float]
+
+
 class _ForTheMomentError(Exception):
     """A failure that may pass."""
 
@@ -125,7 +129,7 @@ class Endpoint:
 
     def _ask(
         self, request: Mapping[str, Any], max_new_tokens: int, more: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], int | None, float] | None:
+    ) -> _Answer | None:
         """The first choice, the prompt's tokens where the server counts them, and the time."""
         from tenacity import (
             Retrying,
@@ -161,7 +165,7 @@ class Endpoint:
             reraise=True,
         )
         try:
-            answer = retrying(self._ask_once, body | dict(more))
+            answer: _Answer = retrying(self._ask_once, body | dict(more))
         except _ForTheMomentError as error:
             asked = error.retry_after_s
             given_up = (
@@ -184,7 +188,7 @@ class Endpoint:
         self._attempts = ATTEMPTS
         return answer
 
-    def _ask_once(self, body: dict[str, Any]) -> tuple[dict[str, Any], int | None, float]:
+    def _ask_once(self, body: dict[str, Any]) -> _Answer:
         import httpx
 
         path = "/chat/completions" if self.is_chat else "/completions"
