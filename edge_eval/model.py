@@ -447,7 +447,9 @@ class TextReader:
         """
         start = time.perf_counter()
         longest = self.model.manifest.max_length
-        n_before = len(input_ids) + (past[0].shape[2] if past else 0)
+        n_before = len(input_ids)
+        if past:  # a folder that cannot be continued keeps ids (past,), not keys
+            n_before += len(past[0]) if past[0].ndim == 1 else past[0].shape[-2]
         ids: list[int] = []
         while True:
             is_last = len(ids) + 1 == self.max_new_tokens or n_before + len(ids) >= longest
