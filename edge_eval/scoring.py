@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from edge_eval.errors import RecordError
 from edge_eval.generated import read_answer
 
 Scores = npt.NDArray[np.float64]  # (options,), larger is better
@@ -97,3 +98,13 @@ PROTOCOLS: dict[str, Protocol] = {
         normalized=True,
     ),
 }
+
+
+def protocol_named(name: str) -> Protocol:
+    """The protocol that a run record names. Errors: RecordError for one that is not known here."""
+    if name not in PROTOCOLS:
+        raise RecordError(
+            f"the run's protocol {name[:40]!r} is not known here, only {', '.join(PROTOCOLS)}: "
+            "update edge-eval."
+        )
+    return PROTOCOLS[name]
