@@ -1,8 +1,9 @@
 # make demo: see it work.  make test: prove it works.  make lint: style, types, structure.
+# make test-lowest: prove it on the oldest packages that pyproject.toml allows.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-lowest lint bench clean
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -21,6 +22,14 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet -e . --group lint --group test
 	touch $@
 
+.venv-lowest/.test: pyproject.toml tests/lowest.py
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-lowest/bin/python tests/lowest.py > .venv-lowest/lowest.txt
+	.venv-lowest/bin/python -m pip install --quiet -e ".[export,report]" --group test \
+		-c .venv-lowest/lowest.txt
+	touch $@
+
 demo: .venv/.demo
 	$(BIN)/edge-eval demo
 
@@ -33,6 +42,9 @@ LIMIT ?= 100
 bench: .venv/.demo
 	$(BIN)/python benchmarks/parts.py --model edge-eval-demo/gemma-3-270m --data $(DATA) --limit $(LIMIT)
 	$(BIN)/python benchmarks/peers.py --data $(DATA) --limit $(LIMIT)
+# Without the tests of the page in a browser, and of speed.
+test-lowest: .venv-lowest/.test
+	.venv-lowest/bin/python -m pytest --ignore tests/test_bench.py -k "not open_page"
 
 lint: .venv/.lint
 	$(BIN)/ruff check .
@@ -41,4 +53,4 @@ lint: .venv/.lint
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf .venv edge-eval-demo runs
+	rm -rf .venv .venv-lowest edge-eval-demo runs

@@ -749,14 +749,16 @@ def _progress() -> Iterator[Any]:
         TimeRemainingColumn,
     )
 
+    console = notes()
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
-        console=notes(),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,  # a file would get an empty line
     )
     with bar:
         task_id = bar.add_task("preparing", total=None, rate="")

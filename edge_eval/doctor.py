@@ -60,7 +60,7 @@ def examine(model_path: Path, data: str = "sample", file: str = "") -> dict[str,
     file: which graph of an ONNX folder.
     Errors: ModelError, DataError as for a run.
     """
-    manifest = read_any_manifest(model_path, file)
+    manifest = read_any_manifest(model_path, file, hashes=True)
     tokenizer = load_tokenizer(model_path)
     questions = load_questions(RunConfig(data=data))
     rows = load_questions(RunConfig(data=data, limit=N_ROWS)).test

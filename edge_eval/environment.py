@@ -59,6 +59,7 @@ def describe_machine(root: Path = ROOT) -> dict[str, Any]:
         "memory_total_bytes": int(memory.total),
         "memory_available_bytes": int(memory.available),
         "memory_limit_bytes": memory_limit(root),
+        "address_space_limit_bytes": _process_limit("RLIMIT_AS"),
         "versions": {
             "edge_eval": __version__,
             **{name: _version(name) for name in ("onnxruntime", "numpy", "tokenizers")},
@@ -119,14 +120,25 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
-    """Bytes allowed by the control groups: the least of all levels."""
-    limits = []
+    """Bytes allowed by the control groups, the least of all levels, or by the process's limit."""
+    data_limit = _process_limit("RLIMIT_DATA")
+    limits = [] if data_limit is None else [data_limit]
     for folder in _cgroup_folders(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = _read(folder / name) or ""
             if text.isdigit() and int(text) < 2**62:  # version 1 writes nearly 2**63 for none
                 limits.append(int(text))
     return min(limits, default=None)
+
+
+def _process_limit(name: str) -> int | None:
+    """A limit of this process (ulimit), in bytes; None where there is none, or no such thing."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def thermal_throttle_count(root: Path = ROOT) -> int | None:

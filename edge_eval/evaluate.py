@@ -27,7 +27,7 @@ from edge_eval.errors import DataError, ModelError, OptionError, RecordError, Sc
 from edge_eval.generated import bounded, draw_option
 from edge_eval.letters import ARABIC, LATIN, describe_letter
 from edge_eval.model import LetterModel, LetterReader, TextReader, letter_reader
-from edge_eval.model_dir import UNKNOWN, graphs_of, size_on_disk, unknown_manifest
+from edge_eval.model_dir import TOKENIZER, UNKNOWN, graphs_of, size_on_disk, unknown_manifest
 from edge_eval.onnx_folder import is_as_found, open_any_model, read_any_manifest
 from edge_eval.prefixes import BUDGET_BYTES, PrefixStack, Step, plan, streams
 from edge_eval.prompts import PromptTemplate, render, rotate, shot_text, wording_of
@@ -88,6 +88,8 @@ AS_FOUND_NOTE = (
 
 # What Python, numpy and onnxruntime take without a model.
 OWN_MEMORY_BYTES = 64 << 20
+OWN_ADDRESS_SPACE_BYTES = 512 << 20  # beyond that: libraries, the stacks of threads, reserves
+TOKENIZER_GROWTH = 9  # a tokenizer.json in memory, over its size on disk
 
 MAX_NEW_TOKENS = 256  # of a text that is read for an answer
 MAX_TOP_LOGPROBS = 1000
@@ -119,7 +121,9 @@ def prepare(
     if config.endpoint:
         return _prepare_endpoint(config)
     directory = Path(config.model)
-    manifest = manifest or read_any_manifest(directory, config.file, hashes=hashes)
+    if manifest is None:
+        manifest = read_any_manifest(directory, config.file, hashes=hashes)
+    check_memory(manifest, describe_machine())
     if manifest.encoder_decoder and config.chat_template != "off":
         raise OptionError(
             f"{manifest.name} is an encoder-decoder, which has no turns for a chat template to "
@@ -503,6 +507,7 @@ def evaluate_together(
             check_same_run(path, there, run)
             if on_note:
                 on_note(_resume_note(path, there, run))
+    del begun, there  # of a run that goes on, all that was answered
     with contextlib.ExitStack() as stack:
         answering = (_ask_endpoint if first.endpoint else _ask_model)(cells, configs, environment)
         stack.callback(answering.close)
@@ -653,25 +658,33 @@ def _resume_note(path: Path, there: RunRecord, here: RunRecord) -> str:
 
 
 def check_memory(manifest: ExportManifest, environment: Mapping[str, Any]) -> None:
-    """Raise ModelError when the graph cannot be held in this process's memory.
+    """Raise ModelError when the model cannot be held in this process's memory.
 
     The head and the embedding are not counted: they are mapped, and only the rows used are read.
+    They count where the address space itself is limited (ulimit -v). The tokenizer is let go
+    before the graph is loaded, so the larger of the two decides.
     """
+    sizes = {name: int(facts["size_bytes"]) for name, facts in manifest.files.items()}
     graphs = graphs_of(manifest)
-    sizes = [
-        int(facts["size_bytes"])
-        for name, facts in manifest.files.items()
+    graph = sum(
+        size
+        for name, size in sizes.items()
         if name.startswith(graphs) or (is_as_found(manifest) and not name.endswith(".json"))
-    ]
-    needed = sum(sizes) + OWN_MEMORY_BYTES
-    limits = [environment[name] for name in ("memory_limit_bytes", "memory_total_bytes")]
-    limit = min(n for n in limits if n is not None)
-    if needed > limit:
-        raise ModelError(
-            f"{manifest.name} needs {needed / 1e6:,.0f} MB of memory at least, and this process "
-            f"may have {limit / 1e6:,.0f} MB: raise the limit, or take a lower precision "
-            "(edge-eval quantize)."
-        )
+    )
+    needed = OWN_MEMORY_BYTES + max(graph, TOKENIZER_GROWTH * sizes.get(TOKENIZER, 0))
+    mapped = sum(size for name, size in sizes.items() if name.endswith(".npy"))
+    for name, more in (
+        ("memory_limit_bytes", 0),
+        ("memory_total_bytes", 0),
+        ("address_space_limit_bytes", mapped + OWN_ADDRESS_SPACE_BYTES),
+    ):
+        limit = environment.get(name)
+        if limit is not None and needed + more > limit:
+            raise ModelError(
+                f"{manifest.name} needs {(needed + more) / 1e6:,.0f} MB of memory at least, and this "
+                f"process may have {limit / 1e6:,.0f} MB: raise the limit, or take a lower precision "
+                "(edge-eval quantize)."
+            )
 
 
 def _scoring_facts(cell: Preparation, config: RunConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from edge_eval.errors import RecordError
 from edge_eval.letters import OPTION_LETTERS
 from edge_eval.schema import Int64Array, Prediction, Status
 
@@ -298,14 +299,17 @@ def letter_shares(predictions: Sequence[Prediction]) -> tuple[LetterShare, ...]:
 def letter_probabilities(prediction: Prediction) -> Float64Array:
     """Softmax over the logits of the letters present (n_options,): the paper's confidence.
 
-    Raises ValueError for a prediction whose letters have no finite logits, so one never scored.
+    Errors: RecordError for a prediction whose letters have no finite logits, so one never scored.
     """
     # A question's letters are the first ones of an alphabet, so the first names their columns.
     start = OPTION_LETTERS.index(prediction.letters[0])
     values = prediction.letter_logits[start : start + len(prediction.letters)]
     logits = np.array([v for v in values if v is not None], dtype=np.float64)
     if len(logits) < len(values):
-        raise ValueError(f"question {prediction.question_id} has letters without a logit")
+        raise RecordError(
+            f"question {prediction.question_id[:40]!r} has letters without a logit: the run record "
+            "is damaged."
+        )
     weights = np.exp(logits - logits.max())
     return np.asarray(weights / weights.sum(), dtype=np.float64)
 

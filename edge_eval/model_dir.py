@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_eval.errors import ModelError
+from edge_eval.onnx_file import external_files
 from edge_eval.schema import ExportManifest
 
 MANIFEST = "manifest.json"
@@ -59,23 +60,38 @@ def read_manifest(directory: Path) -> ExportManifest:
         version = fields.get("schema_version")
         if version != SCHEMA_VERSION:
             raise ModelError(
-                f"{path} has schema version {version!r}, and this edge-eval reads "
+                f"{path} has schema version {str(version)[:20]}, and this edge-eval reads "
                 f"{SCHEMA_VERSION}: export the model again, or update edge-eval."
             )
         manifest = _typed(fields)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read as a manifest: {error}") from error
+        # What stands in the file may be of any length, and hold line ends.
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{path} cannot be read as a manifest: {reason}") from error
     for name, facts in manifest.files.items():
         _check_file(directory, name, int(facts["size_bytes"]))
     for name in (*graphs_of(manifest), HEAD, TOKENIZER):
         if name not in manifest.files:
             raise ModelError(f"{path} does not list {name}: export the model again.")
+    for name in manifest.files:
+        if name.endswith(".onnx"):
+            _check_graph_files(directory, name, manifest)
     return manifest
 
 
 def graphs_of(manifest: ExportManifest) -> tuple[str, ...]:
     """The graphs' file names; the first is the one that reads the prompt."""
     return (ENCODER, DECODER) if manifest.encoder_decoder else (GRAPH,)
+
+
+def _check_graph_files(directory: Path, graph: str, manifest: ExportManifest) -> None:
+    """Raise ModelError when a graph reads a file whose hash nobody checks."""
+    for name in external_files(directory / graph):
+        if name not in manifest.files:
+            raise ModelError(
+                f"{directory / graph} reads its weights from {name[:80]!r}, which {MANIFEST} does "
+                "not list: not opened. Export the model again."
+            )
 
 
 # What a manifest's field may be; a wrong type would surface far from its cause.

@@ -10,16 +10,20 @@ from typing import Any
 
 from edge_eval.errors import ModelError
 
-# Graphs within graphs (If, Loop) deeper than this are no model's.
-MAX_DEPTH = 16
-
-_MODEL_GRAPH, _MODEL_FUNCTIONS = 7, 25
-_GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_SPARSE = 1, 5, 15
-_NODE_ATTRIBUTE, _FUNCTION_NODE = 5, 7
-_ATTRIBUTE_TENSORS, _ATTRIBUTE_GRAPHS, _ATTRIBUTE_SPARSE = (5, 10), (6, 11), (22, 23)
-_SPARSE_TENSORS = (1, 2)
-_TENSOR_EXTERNAL = 13
-_KEY, _VALUE = 1, 2
+# Message -> number of a field that leads to a tensor -> the message it holds.
+_MESSAGES: dict[str, dict[int, str]] = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "tensor": {13: "entry"},
+}
+_MODEL_GRAPH = 7
+_KEY, _VALUE = 1, 2  # of an entry
+MAX_DEPTH = 100  # of messages in messages: protobuf's own limit
 
 
 def external_files(path: Path) -> list[str]:
@@ -30,60 +34,29 @@ def external_files(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
             model = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        parts = list(fields(model))
-        graphs = [part for number, part in parts if number == _MODEL_GRAPH]
-        nodes = [part for number, part in parts if number == _MODEL_FUNCTIONS]
-        if not graphs:
+        if all(number != _MODEL_GRAPH for number, _ in fields(model)):
             raise ValueError("no graph in it")
-        found: set[str] = set()
-        for graph in graphs:
-            found.update(_of_graph(graph, 0))
-        for function in nodes:
-            found.update(_of_nodes(function, _FUNCTION_NODE, 0))
-        return sorted(found)
+        return sorted(set(_locations(model, "model", 0)))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, IndexError, TypeError) as error:
         raise ModelError(f"{path} is not an ONNX graph ({error}): download it again.") from error
 
 
-def _of_graph(graph: Any, depth: int) -> Iterator[str]:
+def _locations(message: memoryview, kind: str, depth: int) -> Iterator[str]:
+    """What a message's tensors name, wherever in it they stand: onnxruntime opens them all."""
     if depth > MAX_DEPTH:
-        raise ValueError("graphs nested too deep")
-    for number, part in fields(graph):
-        if number == _GRAPH_INITIALIZER:
-            yield from _of_tensor(part)
-        elif number == _GRAPH_SPARSE:
-            yield from _of_sparse(part)
-    yield from _of_nodes(graph, _GRAPH_NODE, depth)
-
-
-def _of_nodes(owner: Any, node_number: int, depth: int) -> Iterator[str]:
-    for number, node in fields(owner):
-        if number != node_number:
+        raise ValueError("messages nested too deep")
+    for number, part in fields(message):
+        inner = _MESSAGES[kind].get(number)
+        if inner is None or isinstance(part, int):
             continue
-        for attribute in (part for field, part in fields(node) if field == _NODE_ATTRIBUTE):
-            for field, part in fields(attribute):
-                if field in _ATTRIBUTE_TENSORS:
-                    yield from _of_tensor(part)
-                elif field in _ATTRIBUTE_GRAPHS:
-                    yield from _of_graph(part, depth + 1)
-                elif field in _ATTRIBUTE_SPARSE:
-                    yield from _of_sparse(part)
-
-
-def _of_sparse(sparse: Any) -> Iterator[str]:
-    for number, tensor in fields(sparse):
-        if number in _SPARSE_TENSORS:
-            yield from _of_tensor(tensor)
-
-
-def _of_tensor(tensor: Any) -> Iterator[str]:
-    for number, part in fields(tensor):
-        if number == _TENSOR_EXTERNAL:
-            entry = dict(fields(part))
-            if bytes(entry[_KEY]) == b"location":
-                yield bytes(entry[_VALUE]).decode("utf-8")
+        if inner != "entry":
+            yield from _locations(part, inner, depth + 1)
+            continue
+        entry = dict(fields(part))  # of two the last counts, as to any reader
+        if bytes(entry.get(_KEY, b"")) == b"location":
+            yield bytes(entry.get(_VALUE, b"")).decode("utf-8")
 
 
 def fields(message: memoryview) -> Iterator[tuple[int, Any]]:

@@ -9,6 +9,7 @@ import csv
 import difflib
 import hashlib
 import json
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -94,6 +95,8 @@ ANSWER_KEYS = {
 # pretends to be a table, ends here and not in the machine's memory.
 MAX_ROW_CHARACTERS = 1 << 20
 MAX_COLUMNS = 64
+_TOO_LONG = f"longer than {MAX_ROW_CHARACTERS:,} characters: not a table of questions"
+MAX_REFUSED = 100_000  # rows, each held with its reason
 
 Row: TypeAlias = Mapping[str, str]
 Rows: TypeAlias = Iterator[tuple[int, Row | str]]  # line, and its row or why there is none
@@ -120,6 +123,9 @@ def load_questions(config: RunConfig) -> QuestionSet:
             question = f"id {_short(question.id)} already used on line {line_of[question.id]}"
         if isinstance(question, str):
             refused.append(RefusedRow(line, question))
+            if len(refused) > MAX_REFUSED:
+                first = f"line {refused[0].line}: {refused[0].reason}"
+                raise DataError(f"{source}: over {MAX_REFUSED:,} rows are no questions; {first}")
             continue
         line_of[question.id] = line
         (test if question.split == "test" else shots.setdefault(question.task, [])).append(question)
@@ -200,6 +206,7 @@ def parse_question(row: Row, number: int) -> Question | str:
         if labels[name] not in known:
             hint = _suggest(labels[name], known)
             return f"{name} {_short(labels[name])} is not one of ArabicMMLU's{hint}"
+        labels[name] = sys.intern(labels[name])  # held once, not once a question
     if not cells["Question"].strip():
         return "Question is empty"
     texts = [cells[name] for name in OPTIONS]
@@ -331,7 +338,8 @@ def _parquet_rows(path: Path) -> Rows:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as table:
+        # A footer of a million columns is not even read.
+        with pq.ParquetFile(path, thrift_container_size_limit=100 * MAX_COLUMNS) as table:
             raw_names, types = table.schema_arrow.names, table.schema_arrow.types
             names = [_clean_name(name) for name in raw_names]
             if problem := _find_column_problem(names):
@@ -346,7 +354,10 @@ def _parquet_rows(path: Path) -> Rows:
                     raise DataError(f"{path}: {problem}; {remedy}")
             wanted = [raw for raw, name in zip(raw_names, names, strict=True) if name in COLUMNS]
             line = 0
-            for batch in table.iter_batches(batch_size=256, columns=wanted):
+            for batch in table.iter_batches(batch_size=64, columns=wanted):
+                # A few bytes on disk may stand for gigabytes in memory.
+                if batch.nbytes > batch.num_rows * 4 * MAX_ROW_CHARACTERS:
+                    raise DataError(f"{path}: row {line + 1} or soon after: {_TOO_LONG}")
                 for record in batch.to_pylist():
                     line += 1
                     yield line, _to_row((_clean_name(name), record[name]) for name in wanted)
@@ -372,8 +383,7 @@ def _text_lines(path: Path) -> Iterator[str]:
             while line := text.readline(MAX_ROW_CHARACTERS + 1):
                 number += 1
                 if len(line) > MAX_ROW_CHARACTERS:
-                    problem = f"longer than {MAX_ROW_CHARACTERS:,} characters"
-                    raise DataError(f"{path}: line {number}: {problem}: not a table of questions")
+                    raise DataError(f"{path}: line {number}: {_TOO_LONG}")
                 yield line
     except UnicodeDecodeError as error:
         where = f"not UTF-16: {error.reason}" if utf16 else _locate_undecodable(path)

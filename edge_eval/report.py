@@ -168,7 +168,7 @@ def embed_json(value: object) -> Markup:
 
 
 # What a spreadsheet would take for the beginning of a formula.
-_FORMULA = ("=", "+", "-", "@")
+_FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 def _csv(value: Cell) -> str | int | float:

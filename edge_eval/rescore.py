@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from edge_eval.errors import OptionError
+from edge_eval.errors import OptionError, RecordError
 from edge_eval.generated import draw_option
 from edge_eval.metrics import has_probabilities, letter_probabilities
 from edge_eval.schema import Prediction, RunRecord, Status
@@ -89,7 +89,13 @@ def _read_again(record: RunRecord, prediction: Prediction, method: str) -> Predi
 
 
 def _logits(record: RunRecord, prediction: Prediction) -> Scores:
-    return option_logits(prediction.letter_logits, prediction.letters, record.scoring["letters"])
+    letters = record.scoring.get("letters") or ()
+    if not set(prediction.letters) <= set(letters):
+        raise RecordError(
+            f"{record.path} does not say which logits are those of question "
+            f"{prediction.question_id[:40]!r}'s letters: it cannot be decided again."
+        )
+    return option_logits(prediction.letter_logits, prediction.letters, letters)
 
 
 def _decided(prediction: Prediction, scores: Scores, *, partial: bool = False) -> Prediction:

@@ -16,14 +16,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from io import BytesIO, FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, get_args, get_origin
+from typing import Any, BinaryIO, Self, TypeVar, cast, get_args, get_origin
 
 from edge_eval.errors import RecordError
+from edge_eval.letters import ARABIC, LATIN
 from edge_eval.schema import (
     LEVEL_TITLES,
     DataFingerprint,
@@ -41,6 +42,9 @@ SYNC_S = 10.0
 
 # Windows locks bytes, not files, and hides them from readers: one that no record reaches.
 _LOCKED_BYTE = 1 << 40
+
+# Far above any line: what only pretends to be a record does not end in the machine's memory.
+MAX_LINE_BYTES = 1 << 24
 
 _BEGINNING = b'{"kind":"header"'
 
@@ -89,7 +93,7 @@ class RecordWriter:
             self._file.close()
             raise
 
-    def _begin(self, record: RunRecord, found: "_Unfinished | None") -> None:
+    def _begin(self, record: RunRecord, found: "_Found | None") -> None:
         self.answered: frozenset[int] = frozenset()
         self._complete = False
         self._synced = time.monotonic()
@@ -292,12 +296,12 @@ def _size(file: FileIO) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Unfinished:
+class _Found:
     record: RunRecord
     n_bytes: int  # up to the end of its last whole line
 
 
-def _read_unfinished(path: Path, file: FileIO) -> _Unfinished | None:
+def _read_unfinished(path: Path, file: FileIO) -> _Found | None:
     """The record in a file; None when it is empty or was cut short within its header."""
     file.seek(0)
     start = file.read(len(_BEGINNING)).rstrip(b"\0")
@@ -306,10 +310,18 @@ def _read_unfinished(path: Path, file: FileIO) -> _Unfinished | None:
             return None
         raise _exists(path)
     file.seek(0)
-    whole = [line for line in BytesIO(file.readall()) if line.endswith(b"\n")]
-    if not whole:
-        return None
-    return _Unfinished(_parse(path, whole, b""), sum(map(len, whole)))
+    lines = BufferedReader(file)
+    try:
+        return _parse(path, lines) if _has_header(lines) else None
+    finally:
+        lines.detach()  # the file stays open, and locked
+
+
+def _has_header(lines: BinaryIO) -> bool:
+    """Whether the first line is whole; it is read and put back."""
+    whole = lines.readline().endswith(b"\n")
+    lines.seek(0)
+    return whole
 
 
 def read_record(path: Path) -> RunRecord:
@@ -319,21 +331,29 @@ def read_record(path: Path) -> RunRecord:
     """
     try:
         with path.open("rb") as file:
-            lines = list(file)
+            return _parse(path, file).record
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}.") from error
-    # What stands behind the last line end: a line cut short, or the zeros of a loss of power.
-    torn = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
-    return _parse(path, lines, torn)
 
 
-def _parse(path: Path, lines: Sequence[bytes], torn: bytes) -> RunRecord:
+def _parse(path: Path, file: BinaryIO) -> _Found:
+    """The record in a file, of whose lines only the last may lack its end."""
     record: RunRecord | None = None
     predictions: list[Prediction] = []
     resumed: list[dict[str, Any]] = []
     observed: dict[str, Any] | None = None
+    n_bytes, torn = 0, b""
+    lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
     for number, line in enumerate(lines, start=1):
+        if (
+            not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES
+        ):  # cut short, or the zeros of a loss of power
+            torn = line
+            break
+        n_bytes += len(line)
         try:
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"longer than {MAX_LINE_BYTES:,} bytes")
             entry = json.loads(
                 line.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite
             )
@@ -344,22 +364,25 @@ def _parse(path: Path, lines: Sequence[bytes], torn: bytes) -> RunRecord:
             elif kind == "prediction" and record is not None and observed is None:
                 predictions.append(_prediction(entry))
             elif kind == "resumed" and record is not None and observed is None:
-                resumed.append(_mapping(entry["environment"]) | {"created": entry["created"]})
+                environment = _facts(entry["environment"], ENVIRONMENT)
+                resumed.append(environment | {"created": entry["created"]})
             elif kind == "end" and record is not None and observed is None:
-                observed = _mapping(entry["observed"])
+                observed = _facts(entry["observed"], OBSERVED)
                 if entry["n_predictions"] != len(predictions):
                     raise ValueError(f"the end marker counts {entry['n_predictions']} questions")
             else:
                 raise ValueError(f"unexpected {kind!r}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
+            # What stands in the file may be of any length, and hold line ends.
+            reason = " ".join(str(error).split())[:200]
             raise RecordError(
-                f"{path}, line {number}: not a line of a run record ({error})."
+                f"{path}, line {number}: not a line of a run record ({reason})."
             ) from error
     if record is None:
         raise RecordError(f"{path} is empty or has no whole header: not a run record.")
     if torn.rstrip(b"\0") and observed is not None:
         raise RecordError(f"{path} goes on behind its end marker: two runs wrote to one file.")
-    return dataclasses.replace(
+    whole = dataclasses.replace(
         record,
         environment={**record.environment, **({"resumed": resumed} if resumed else {})},
         observed=observed or {},
@@ -368,6 +391,7 @@ def _parse(path: Path, lines: Sequence[bytes], torn: bytes) -> RunRecord:
         complete=observed is not None,
         path=str(path),
     )
+    return _Found(whole, n_bytes)
 
 
 def _refuse_constant(name: str) -> float:
@@ -385,7 +409,7 @@ def _check_version(path: Path, header: dict[str, Any]) -> None:
     version = header.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RecordError(
-            f"{path} is a run record of schema version {version!r}; this edge-eval reads "
+            f"{path} is a run record of schema version {str(version)[:20]}; this edge-eval reads "
             f"{SCHEMA_VERSION}."
         )
 
@@ -397,8 +421,8 @@ def _from_header(entry: dict[str, Any]) -> RunRecord:
         config=_build(RunConfig, _mapping(entry["config"])),
         manifest=_build(ExportManifest, _mapping(entry["manifest"])),
         data=_build(DataFingerprint, _mapping(entry["data"])),
-        scoring=_mapping(entry["scoring"]),
-        environment=_mapping(entry["environment"]),
+        scoring=_facts(entry["scoring"], SCORING),
+        environment=_facts(entry["environment"], ENVIRONMENT),
         observed={},
         predictions=(),
         complete=False,
@@ -408,15 +432,73 @@ def _from_header(entry: dict[str, Any]) -> RunRecord:
 
 def _prediction(entry: dict[str, Any]) -> Prediction:
     fields = {name: value for name, value in entry.items() if name != "kind"}
+    for name in _REPEATED:  # held once, not once a question
+        if isinstance(fields.get(name), str):
+            fields[name] = sys.intern(fields[name])
     found = _build(Prediction, fields | {"status": Status(fields["status"])})
     n_options = len(found.letters)
     if len(found.letter_logits) != 10:
         raise ValueError(f"{len(found.letter_logits)} logits")
+    if not 2 <= n_options <= 5 or found.letters[0] not in (LATIN[0], ARABIC[0]):
+        raise ValueError(f"letters {found.letters}")
+    # They come from float32; larger ones would overflow in what is computed of them.
+    if any(abs(value or 0) > _FLOAT32_MAX for value in found.letter_logits):
+        raise ValueError(f"logits {found.letter_logits}")
+    counts = (found.n_tokens, found.n_characters, found.n_shots, found.rotation, found.index)
+    if min(counts) < 0 or max(counts) >= 1 << 31:
+        raise ValueError("a count is below 0 or beyond all use")
+    if not 0 <= (found.latency_s or 0) <= _LATENCY_MAX_S:
+        raise ValueError(f"latency_s {found.latency_s}")
+    if found.status is Status.SCORED and found.predicted is None:
+        raise ValueError("scored, without a prediction")
     if found.level not in LEVEL_TITLES:
         raise ValueError(f"level {found.level!r}")
     if not all(0 <= n < n_options for n in (found.answer, found.predicted or 0)):
         raise ValueError(f"answer {found.answer}, predicted {found.predicted} of {n_options}")
     return found
+
+
+def _facts(value: object, kinds: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
+    """An object whose names are open, the values of those that others read checked."""
+    found = _mapping(value)
+    for name, is_right in kinds.items():
+        if name in found and not is_right(found[name]):
+            raise TypeError(f"{name} is {found[name]!r}")
+    return found
+
+
+def _is_amount(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (number and 0 <= cast("float", value) < _AMOUNT_MAX)
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_texts(value: object) -> bool:
+    return value is None or (
+        isinstance(value, list) and all(isinstance(item, str) for item in value)
+    )
+
+
+_REPEATED = ("group", "subject", "level", "country")
+_FLOAT32_MAX = 3.5e38
+_LATENCY_MAX_S = 1e9
+_AMOUNT_MAX = 1e18
+
+# What tables, comparisons and reports read of the parts of a record that are open to new names.
+SCORING = {"letters": _is_texts, "shots_sha256": _is_text, "chat_template_sha256": _is_text}
+ENVIRONMENT = {
+    **dict.fromkeys(("cpu_model", "architecture", "os"), _is_text),
+    **dict.fromkeys(("threads", "streams"), _is_amount),
+    "instruction_sets": _is_texts,
+}
+OBSERVED = {
+    **dict.fromkeys(("wall_s", "n_prompts_together", "load_s", "first_call_s"), _is_amount),
+    **dict.fromkeys(("disk_bytes", "peak_memory_bytes"), _is_amount),
+    **dict.fromkeys(("rss_anon_bytes", "rss_file_bytes"), _is_amount),
+}
 
 
 def _mapping(value: object) -> dict[str, Any]:

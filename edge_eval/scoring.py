@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from edge_eval.errors import RecordError
 from edge_eval.generated import read_answer
 from edge_eval.schema import ExportManifest
 
@@ -114,3 +115,13 @@ def decoder_input_ids(manifest: ExportManifest, template: str) -> tuple[int, ...
     protocol = PROTOCOLS.get(template, PROTOCOLS["paper"])
     papers = protocol.decoder_input == "paper"
     return manifest.decoder_paper_ids if papers else manifest.decoder_start_ids
+
+
+def protocol_named(name: str) -> Protocol:
+    """The protocol that a run record names. Errors: RecordError for one that is not known here."""
+    if name not in PROTOCOLS:
+        raise RecordError(
+            f"the run's protocol {name[:40]!r} is not known here, only {', '.join(PROTOCOLS)}: "
+            "update edge-eval."
+        )
+    return PROTOCOLS[name]

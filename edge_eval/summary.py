@@ -12,7 +12,7 @@ from edge_eval.metrics import Accuracy, slice_label
 from edge_eval.questions import SAMPLE_NOTE
 from edge_eval.rescore import rescore, unrotated
 from edge_eval.schema import RunRecord
-from edge_eval.scoring import PROTOCOLS, TEXT_SCORING_METHODS
+from edge_eval.scoring import TEXT_SCORING_METHODS, protocol_named
 
 
 def summarize(record: RunRecord) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def describe_protocol(record: RunRecord) -> dict[str, Any]:
         "shots": config.shots,
         "chat_template": config.chat_template,
         "normalized": record.scoring.get("normalized"),
-        "headline": PROTOCOLS[config.protocol].headline,
+        "headline": protocol_named(config.protocol).headline,
     }
 
 
@@ -281,15 +281,10 @@ def _cost_table(figures: Mapping[str, Any]) -> Table:
         written = ", text" if figures["generated"] else ""
         table.add_row(f"latency, {timing['scenario']}{shared}{written}", measured)
     if timing["mean_tokens"]:
-        table.add_row(
-            "prompts",
-            f"{timing['mean_tokens']:.0f} tokens on average, "
-            + (
-                f"{timing['prompt_tokens_per_s']:,.0f} prompt tokens per second"
-                if endpoint is None
-                else "as the server counts them"
-            ),
-        )
+        rate = timing["prompt_tokens_per_s"]  # unknown where no time passed
+        speed = "" if rate is None else f", {rate:,.0f} prompt tokens per second"
+        counted = speed if endpoint is None else ", as the server counts them"
+        table.add_row("prompts", f"{timing['mean_tokens']:.0f} tokens on average{counted}")
     if figures["prompts_per_s"]:
         table.add_row("throughput", f"{figures['prompts_per_s']:.1f} prompts per second")
     if endpoint is not None:

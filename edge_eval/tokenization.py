@@ -4,6 +4,7 @@ Only the file tokenizer.json is read, with the special tokens its own post-proce
 A question's own text never becomes a control token: special tokens in it stay text.
 """
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,14 +48,31 @@ def load_tokenizer(directory: Path) -> Any:
             f"{path} is missing: the prompts cannot be turned into token ids. Export the checkpoint "
             "again with `edge-eval export`."
         )
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise ModelError(f"{path} is not a tokenizer: {error}") from error
+    with _panics_told(str(path)):
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(f"{path} is not a tokenizer: {reason}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+@contextlib.contextmanager
+def _panics_told(what: str) -> Iterator[None]:
+    """A panic of the library, which no Exception is, as a ModelError: a damaged file's doing."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{what} makes the tokenizers library fail ({reason}): it is damaged. Export the model "
+            "again."
+        ) from error
 
 
 def vocabulary_size(tokenizer: Any) -> int:
@@ -72,7 +90,8 @@ def encode_prompts(tokenizer: Any, prompts: Iterable[Prompt]) -> Iterator[Encode
     """The prompts' token ids, special tokens as the tokenizer's own file says."""
     waiting = iter(prompts)
     while batch := list(islice(waiting, BATCH)):
-        encodings = tokenizer.encode_batch_fast([prompt.text for prompt in batch])
+        with _panics_told("this model's tokenizer.json"):
+            encodings = tokenizer.encode_batch_fast([prompt.text for prompt in batch])
         for prompt, encoding in zip(batch, encodings, strict=True):
             yield EncodedPrompt(prompt.question_id, np.asarray(encoding.ids, dtype=np.int64))
 
@@ -122,7 +141,8 @@ def letter_tokens(
 def letter_inside(tokenizer: Any, text: str, letter: str) -> tuple[int, ...]:
     """The ids of the tokens that hold the last ``letter`` of ``text``: what a shot shows."""
     start = text.rindex(letter)
-    encoding = tokenizer.encode(text, add_special_tokens=False)
+    with _panics_told("this model's tokenizer.json"):
+        encoding = tokenizer.encode(text, add_special_tokens=False)
     return tuple(
         token_id
         for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True)
@@ -153,7 +173,8 @@ def encode_chat(tokenizer: Any, text: str, content: Sequence[str]) -> Int64Array
 def _encode(tokenizer: Any, text: str, *, control: bool) -> list[int]:
     tokenizer.encode_special_tokens = not control
     try:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        with _panics_told("this model's tokenizer.json"):
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     finally:
         tokenizer.encode_special_tokens = True
     return ids
@@ -163,8 +184,9 @@ def _spell(tokenizer: Any, prefix: str, letter: str, *, own_text: bool) -> list[
     """The ids and pieces of a letter alone, or with its prefix as they stand behind a cue."""
     # At a text's beginning some tokenizers put a space of their own before the prefix.
     cue = ":" if prefix and not own_text else ""
-    before = tokenizer.encode(cue, add_special_tokens=False).ids
-    after = tokenizer.encode(cue + prefix + letter, add_special_tokens=False)
+    with _panics_told("this model's tokenizer.json"):
+        before = tokenizer.encode(cue, add_special_tokens=False).ids
+        after = tokenizer.encode(cue + prefix + letter, add_special_tokens=False)
     n = len(before) if after.ids[: len(before)] == before else 0
     return list(zip(after.ids[n:], after.tokens[n:], strict=True))
 

@@ -15,7 +15,7 @@ from edge_eval.schema import ExportManifest
 from exporters.gguf_tokenizer import Cursor, read_metadata, write_tokenizer_files
 from exporters.huggingface import Source, load_causal_model, quiet, write_model_directory
 
-DEFAULT_ALIGNMENT = 32  # bytes, of the tensors' data
+DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16  # bytes, of the tensors' data
 UINT32, ARRAY = 4, 9  # types of values
 
 
@@ -56,26 +56,37 @@ def copy_without_vocabulary(path: Path, target: Path, metadata: dict[str, object
         kept.append(struct.pack("<Q", len(name)) + name + struct.pack("<II", UINT32, len(tokens)))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = Cursor(data)
-        head = cursor.take(8)  # the magic and the version
-        n_tensors, n_keys = cursor.numbers("Q", 2)
-        for _ in range(n_keys):
-            start = cursor.at
-            key = cursor.text()
-            (kind,) = struct.unpack_from("<I", data, cursor.at)
-            cursor.value(key)
-            if not (key.startswith("tokenizer.") and kind == ARRAY):
-                kept.append(data[start : cursor.at])
-        infos_start = cursor.at
-        for _ in range(n_tensors):
-            cursor.text()
-            (n_dimensions,) = cursor.numbers("I")
-            cursor.take(8 * n_dimensions + 4 + 8)  # the shape, the type, the offset
+        try:
+            head, n_tensors = _keep_keys(cursor, kept)
+            infos_start = cursor.at
+            for _ in range(n_tensors):
+                cursor.text()
+                (n_dimensions,) = cursor.numbers("I")
+                cursor.take(8 * n_dimensions + 4 + 8)  # the shape, the type, the offset
+        except ValueError as error:
+            raise ExportError(
+                f"{path}: not a GGUF file that can be read ({error}): download or convert it again"
+            ) from error
         infos = data[infos_start : cursor.at]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ExportError(f"{path}: general.alignment is {alignment!r}: convert it again.")
+        if not isinstance(alignment, int) or not 0 < alignment <= MAX_ALIGNMENT:
+            raise ExportError(f"{path}: general.alignment is {alignment!r:.40}: convert it again.")
         body = b"".join((head, struct.pack("<QQ", n_tensors, len(kept)), *kept, infos))
         file.seek(-(-cursor.at // alignment) * alignment)
         with target.open("wb") as copy:
             copy.write(body + b"\0" * (-len(body) % alignment))
             shutil.copyfileobj(file, copy, 2**24)
+
+
+def _keep_keys(cursor: Cursor, kept: list[bytes]) -> tuple[bytes, int]:
+    """Add what is not a list of tokens to ``kept``; magic with version, and the tensors' number."""
+    head = cursor.take(8)
+    n_tensors, n_keys = cursor.numbers("Q", 2)
+    for _ in range(n_keys):
+        start = cursor.at
+        key = cursor.text()
+        (kind,) = struct.unpack_from("<I", cursor.data, cursor.at)
+        cursor.value(key)
+        if not (key.startswith("tokenizer.") and kind == ARRAY):
+            kept.append(cursor.data[start : cursor.at])
+    return head, n_tensors

@@ -172,11 +172,13 @@ def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tu
             all(part in vocabulary or len(part) == 1 for part in cut)
             for cut in ((piece[:1], piece[1:]), (piece[:-1], piece[-1:]))
         ):
-            raise _inexpressible(f"the piece {piece!r} but not all of its characters")
+            raise _inexpressible(f"the piece {piece!r:.80} but not all of its characters")
         if not found or kind in (UNKNOWN, CONTROL):
             continue
         if score == last[1] and len(set(piece)) + len(set(last[0])) > 2:
-            raise _inexpressible(f"the pieces {last[0]!r} and {piece!r} of equal score {score}")
+            raise _inexpressible(
+                f"the pieces {last[0]!r:.80} and {piece!r:.80} of equal score {score}"
+            )
         last = (piece, score)
     return merges
 
@@ -196,7 +198,7 @@ def _byte_level(metadata: Mapping[str, object], tokens: list[str]) -> Tokenizer:
         left, _, right = line.partition(" ")
         if not {left, right, left + right} <= vocabulary.keys():
             raise ExportError(
-                f"the GGUF merge {line!r} uses or makes a piece that is not in "
+                f"the GGUF merge {line!r:.80} uses or makes a piece that is not in "
                 "tokenizer.ggml.tokens: convert the model again"
             )
         merges.setdefault((left, right))
@@ -285,7 +287,7 @@ def _model(metadata: Mapping[str, object]) -> str:
     model = _value(metadata, "tokenizer.ggml.model", str)
     if model not in ("llama", "gpt2"):
         raise ExportError(
-            f"the GGUF tokenizer model {model!r} is not supported, only 'llama' and 'gpt2': "
+            f"the GGUF tokenizer model {model!r:.80} is not supported, only 'llama' and 'gpt2': "
             "export the original checkpoint instead"
         )
     return model
@@ -295,7 +297,7 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> "PreTokenizer":
     name = _value(metadata, "tokenizer.ggml.pre", str, "") or "default"
     if name not in PRE_TOKENIZERS:
         raise ExportError(
-            f"the GGUF pre-tokenizer {name!r} is not supported, only "
+            f"the GGUF pre-tokenizer {name!r:.80} is not supported, only "
             f"{', '.join(PRE_TOKENIZERS)}: export the original checkpoint instead"
         )
     return PRE_TOKENIZERS[name]
@@ -307,7 +309,7 @@ def _tokens(metadata: Mapping[str, object]) -> list[str]:
     (text, n), *_ = Counter(tokens).most_common(1) or [("", 0)]
     if n != 1:
         raise ExportError(
-            f"the GGUF vocabulary has the token {text!r} {n} times: convert the model again"
+            f"the GGUF vocabulary has the token {text!r:.80} {n} times: convert the model again"
         )
     return tokens
 
@@ -346,6 +348,7 @@ def _list(
 # A GGUF value's type -> the struct module's letter.
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+MAX_ITEMS = 1 << 24  # of a list: far above any vocabulary
 
 
 class Cursor:
@@ -366,7 +369,7 @@ class Cursor:
         for _ in range(n_keys):
             key = self.text()
             if key in metadata:
-                raise ValueError(f"the key {key} stands in it twice")
+                raise ValueError(f"the key {key[:80]!r} stands in it twice")
             metadata[key] = self.value(key)
         return metadata
 
@@ -378,13 +381,15 @@ class Cursor:
             return self.text()
         if kind == ARRAY:
             (kind,), (n,) = self.numbers("I"), self.numbers("Q")
+            if n > MAX_ITEMS:  # each takes some ten times its bytes in memory
+                raise ValueError(f"the key {key[:80]!r} has a list of {n:,} values")
             if kind in NUMBERS:
                 return list(self.numbers(NUMBERS[kind], n))
             if kind == STRING and key == "tokenizer.ggml.tokens":
                 return [self.text(f"[NOT_UTF8_{index}]") for index in range(n)]
             if kind == STRING:
                 return [self.text() for _ in range(n)]
-        raise ValueError(f"the key {key} has a value of the unknown type {kind}")
+        raise ValueError(f"the key {key[:80]!r} has a value of the unknown type {kind}")
 
     def text(self, instead: str | None = None) -> str:
         raw = self.take(int.from_bytes(self.take(8), "little"))

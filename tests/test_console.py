@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from edge_eval.console import print_json
+from edge_eval.console import harmless, print_json
 from edge_eval.errors import EdgeEvalError
 
 BEGIN = "from edge_eval.console import *; from edge_eval.errors import *; import time\n"
@@ -114,3 +115,52 @@ def test_json_has_no_nan(bad: float, capsys: Any) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         print_json({"accuracy": bad})
     assert capsys.readouterr().out == ""
+
+
+# ---- strangers' texts
+
+OBEYED = "a\x1b[2J\x07\x9b31m\u202eb\u2066\r\x7f"
+
+
+def test_what_a_terminal_would_obey_is_printed_as_a_mark() -> None:
+    body = f"""
+from rich.table import Table
+table = Table({OBEYED!r})
+table.add_row({OBEYED!r})
+results().print(table)
+results().print({OBEYED!r})
+notes().print({OBEYED!r})
+"""
+    done = python(body.strip(), PYTHONIOENCODING="utf-8", FORCE_COLOR="1", COLUMNS="120")
+    for text in (done.stdout.decode(), done.stderr.decode()):
+        assert "a\ufffd[2J\ufffd" in text
+        # Rich's own colours and line ends are all that is left.
+        rest = re.sub("\x1b\\[[0-9;]*m", "", text)
+        assert not set(rest) & set(
+            OBEYED[1:].replace("[2J", "").replace("31m", "").replace("b", "")
+        )
+
+
+def test_a_users_error_is_one_line_whatever_its_names_hold() -> None:
+    done = python(f"raise DataError('a\\nb' + {OBEYED!r})", PYTHONIOENCODING="utf-8")
+    assert done.stderr.decode() == "Error: a ba\ufffd[2J\ufffd31m\ufffdb\ufffd \ufffd\n"
+
+
+def test_texts_for_a_file_are_kept_to_the_byte_and_made_harmless_on_a_terminal(
+    tmp_path: Path,
+) -> None:
+    assert python(f"write_text({OBEYED!r})").stdout.decode() == OBEYED
+    pty = pytest.importorskip("pty", reason="no terminals on this system")
+    first, second = pty.openpty()
+    code = BEGIN + f"run_app(lambda: write_text({OBEYED!r}))"
+    subprocess.run([sys.executable, "-c", code], stdout=second, check=True)
+    assert os.read(first, 1000).decode() == harmless(OBEYED)
+    assert "\x1b" not in harmless(OBEYED)
+    assert harmless("سؤال\u200f 1\t2\n") == "سؤال\u200f 1\t2\n"
+
+
+def test_too_little_memory_is_one_line() -> None:
+    done = python("bytearray(1 << 60)")
+    assert done.returncode == 1
+    assert done.stderr.decode().startswith("Error: there is not enough memory for this.")
+    assert done.stderr.count(b"\n") == 1

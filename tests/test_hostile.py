@@ -24,8 +24,6 @@ from edge_eval.schema import Status
 
 onnx = pytest.importorskip("onnx", reason="graphs are forged with onnx, of the export extra")
 
-# Mended by a change to model.py or model_dir.py that another hand makes.
-
 
 def refusal(model: Path, tmp_path: Path, **settings: Any) -> str:
     """What a run on this model says: one line, soon, and no record."""
@@ -231,6 +229,17 @@ def test_external_data_outside_the_folder_is_refused(
     assert refusal(model, tmp_path)
 
 
+def test_weights_that_the_manifest_does_not_list_are_not_read(
+    forge: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = forge(lambda graph: constant(graph, [1], "more.bin"))
+    (model / "more.bin").write_bytes(b"\0" * 4)
+    assert "reads its weights from 'more.bin', which manifest.json does not list" in refusal(
+        model, tmp_path
+    )
+    assert evaluate(config_of(seal(model)), tmp_path / "r.jsonl").complete
+
+
 @pytest.mark.parametrize("dims", [[2**40], [2**62, 2**62], [-1], [10**6]], ids=str)
 def test_absurd_sizes_of_a_weight_are_refused(
     dims: list[int], forge: Callable[..., Path], tmp_path: Path
@@ -418,6 +427,24 @@ def test_a_tokenizer_that_is_none_is_one_line(
     model = copy_model(tiny_model, tmp_path)
     (model / "tokenizer.json").write_bytes(content)
     assert "tokenizer.json" in refusal(seal(model), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "b"}},
+        {"normalizer": {"type": "Prepend", "prepend": ""}},
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_makes_its_library_panic_is_one_line(
+    changes: dict[str, Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = copy_model(tiny_model, tmp_path)
+    path = model / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes))
+    assert "it is damaged" in refusal(seal(model), tmp_path)
 
 
 # ---- memory

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from edge_eval.errors import RecordError
 from edge_eval.letters import ARABIC, LATIN, OPTION_LETTERS
 from edge_eval.metrics import (
     ACCURACY_CEILING,
@@ -475,7 +476,7 @@ def test_confidence_survives_large_logits() -> None:
 
 
 def test_an_unscored_prediction_has_no_confidence() -> None:
-    with pytest.raises(ValueError, match="question 1"):
+    with pytest.raises(RecordError, match=r"question .1."):
         letter_probabilities(make(status=Status.INVALID))
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import edge_eval.run_record as records
 from edge_eval.errors import RecordError
 from edge_eval.run_record import open_record, read_record
 from edge_eval.schema import (
@@ -148,11 +149,19 @@ def test_every_line_is_strict_json_in_utf_8(whole: Path) -> None:
             question_id=st.text(),
             country=st.text(max_size=3),
             letter_logits=st.tuples(
-                *[st.none() | st.floats(allow_nan=False, allow_infinity=False)] * 10
+                *[st.none() | st.floats(allow_nan=False, allow_infinity=False, width=32)] * 10
             ),
             predicted=st.none() | st.integers(0, 1),
             latency_s=st.none() | st.floats(0, 1e3),
-            status=st.sampled_from(Status),
+            status=st.sampled_from([Status.INVALID, Status.TOO_LONG]),
+        )
+        | st.builds(
+            replace,
+            st.just(PREDICTION),
+            letter_logits=st.tuples(
+                *[st.floats(allow_nan=False, allow_infinity=False, width=32)] * 10
+            ),
+            predicted=st.integers(0, 1),
         ),
         max_size=3,
     )
@@ -228,6 +237,23 @@ def test_bytes_behind_the_end_marker_are_an_error(whole: Path, tmp_path: Path) -
 # ---- damaged records
 
 
+def test_what_only_pretends_to_be_a_record_does_not_end_in_memory(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 5000)
+    for content in (b'{"kind":"header"' + b" " * 6000, whole.read_bytes() + b"\0" * 6000):
+        path = tmp_path / "huge.jsonl"
+        path.write_bytes(content)
+        with pytest.raises(RecordError, match="longer than 5,000 bytes"):
+            read_record(path)
+
+
+def test_what_repeats_in_a_record_is_held_once(whole: Path) -> None:
+    a, b, *_ = read_record(whole).predictions
+    assert a.group is b.group
+    assert a.subject is b.subject
+
+
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(
     "line",
@@ -274,14 +300,25 @@ def test_a_line_of_garbage_is_named_by_its_number(
         ("index", None),
         ("level", "Nursery"),
         ("unheard_of", 1),
+        ("unheard\nof", 1),
+        ("letters", ["B", "C"]),
+        ("letters", ["A"]),
+        ("letter_logits", [1e39] * 10),
+        ("latency_s", -0.001),
+        ("latency_s", 1e300),
+        ("n_tokens", -1),
+        ("n_characters", 1 << 63),
+        ("predicted", None),
     ],
     ids=str,
 )
 def test_a_field_that_cannot_be_is_named_by_its_line(
     field: str, value: object, whole: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RecordError, match=r"line 2"):
+    with pytest.raises(RecordError, match=r"line 2") as caught:
         read_record(changed(whole, tmp_path, 2, **{field: value}))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize(
@@ -294,7 +331,12 @@ def test_a_field_that_cannot_be_is_named_by_its_line(
         ("manifest", {}),
         ("data", []),
         ("scoring", None),
+        ("scoring", {"letters": "ABCDE"}),
+        ("scoring", {"letters": [1]}),
         ("environment", []),
+        ("environment", {"threads": "two"}),
+        ("environment", {"instruction_sets": "avx"}),
+        ("environment", {"cpu_model": ["a laptop"]}),
         ("created", None),
     ],
     ids=str,
@@ -307,7 +349,16 @@ def test_a_header_that_cannot_be_is_named_as_line_1(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("n_predictions", 2), ("n_predictions", "3"), ("observed", [])], ids=str
+    ("field", "value"),
+    [
+        ("n_predictions", 2),
+        ("n_predictions", "3"),
+        ("observed", []),
+        ("observed", {"load_s": "fast"}),
+        ("observed", {"peak_memory_bytes": [1]}),
+        ("observed", {"wall_s": -1}),
+    ],
+    ids=str,
 )
 def test_an_end_marker_that_does_not_fit_is_named_by_its_line(
     field: str, value: object, whole: Path, tmp_path: Path

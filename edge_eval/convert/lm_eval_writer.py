@@ -17,7 +17,7 @@ from typing import Any
 
 from edge_eval import __version__
 from edge_eval.convert.foreign import Asked, ask_again, new_file
-from edge_eval.letters import LATIN
+from edge_eval.letters import LATIN, OPTION_LETTERS
 from edge_eval.metrics import micro_accuracy
 from edge_eval.prompts import PROMPT_TEMPLATES
 from edge_eval.questions import HUB_REPOSITORY, OPTIONS
@@ -59,7 +59,7 @@ def _sample(record: RunRecord, asked: Asked, doc_id: int) -> dict[str, Any]:
     question, prediction = asked.question, asked.prediction
     wording = PROMPT_TEMPLATES[record.config.template]
     target = prediction.letters[prediction.answer]
-    start = record.scoring["letters"].index(prediction.letters[0])
+    start = OPTION_LETTERS.index(prediction.letters[0])
     resps = [[str(v), "None"] for v in prediction.letter_logits[start:][: len(prediction.letters)]]
     doc = {
         "ID": question.id,

@@ -16,7 +16,7 @@ from edge_eval.metrics import macro_accuracy, micro_accuracy
 from edge_eval.paper import BENCHMARK
 from edge_eval.questions import HUB_REPOSITORY
 from edge_eval.schema import RunRecord
-from edge_eval.scoring import PROTOCOLS
+from edge_eval.scoring import protocol_named
 
 
 def write_model_index(record: RunRecord, output: Path, data: str | None = None) -> None:  # noqa: ARG001
@@ -56,7 +56,7 @@ def model_index(record: RunRecord) -> list[dict[str, Any]]:
             },
         ),
     }
-    headline = PROTOCOLS[record.config.protocol].headline
+    headline = protocol_named(record.config.protocol).headline
     ordered = sorted(metrics, key=lambda name: name != headline)
     result = {
         "task": {"type": "multiple-choice", "name": "Multiple Choice"},

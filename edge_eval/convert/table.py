@@ -39,5 +39,8 @@ def _row(p: Prediction) -> list[object]:
 
 def _harmless(cell: object) -> object:
     """Text that a spreadsheet would run as a formula, with an apostrophe before it."""
-    is_formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{cell}" if is_formula else cell
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
+
+
+# Full-width forms too: some spreadsheets fold them.
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")

@@ -1,0 +1,23 @@
+"""Prints pyproject.toml's lower bounds as pip's constraints: what make test-lowest installs.
+
+torch alone is left at what pip takes: its older builds for Linux bring gigabytes of CUDA.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+settings = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+wanted = [
+    *settings["project"]["dependencies"],
+    *settings["project"]["optional-dependencies"]["export"],
+    *settings["project"]["optional-dependencies"]["report"],
+    *settings["dependency-groups"]["test"],
+]
+for requirement in wanted:
+    found = re.match(r"([\w.-]+)(?:\[.*\])?(?:>=|==)([\w.]+)", requirement)
+    if found is None:
+        raise SystemExit(f"{requirement} has no lower bound")
+    name, version = found.groups()
+    if name != "torch":
+        print(f"{name}=={version}")
