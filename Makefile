@@ -42,6 +42,7 @@ LIMIT ?= 100
 bench: .venv/.demo
 	$(BIN)/python benchmarks/parts.py --model edge-eval-demo/gemma-3-270m --data $(DATA) --limit $(LIMIT)
 	$(BIN)/python benchmarks/peers.py --data $(DATA) --limit $(LIMIT)
+
 # Without the tests of the page in a browser, and of speed.
 test-lowest: .venv-lowest/.test
 	.venv-lowest/bin/python -m pytest --ignore tests/test_bench.py -k "not open_page"
