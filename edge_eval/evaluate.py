@@ -5,17 +5,14 @@ loaded; the tokenizer is let go before that too, since both together would be th
 """
 
 import contextlib
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edge_eval import __version__, metrics
-from edge_eval.chat import ChatTemplate, has_chat_template, load_chat_template
+from edge_eval import metrics
 from edge_eval.endpoint import Endpoint, check_url, open_endpoint
 from edge_eval.environment import (
     describe_machine,
@@ -23,15 +20,14 @@ from edge_eval.environment import (
     release_memory,
     usable_cores,
 )
-from edge_eval.errors import DataError, ModelError, OptionError, RecordError, ScoringError
+from edge_eval.errors import OptionError, RecordError
 from edge_eval.generated import bounded, draw_option
-from edge_eval.letters import ARABIC, LATIN, describe_letter
 from edge_eval.model import LetterModel, LetterReader, TextReader, letter_reader
-from edge_eval.model_dir import TOKENIZER, UNKNOWN, graphs_of, size_on_disk, unknown_manifest
-from edge_eval.onnx_folder import is_as_found, open_any_model, read_any_manifest
+from edge_eval.model_dir import size_on_disk
+from edge_eval.onnx_folder import open_any_model
 from edge_eval.prefixes import BUDGET_BYTES, PrefixStack, Step, plan, streams
-from edge_eval.prompts import PromptTemplate, render, rotate, shot_text, wording_of
-from edge_eval.questions import fingerprint_questions, load_questions
+from edge_eval.preparation import Preparation, check_settings, decoder_input, prepare, scoring_facts
+from edge_eval.prompts import rotate
 from edge_eval.run_record import (
     check_same_run,
     find_unfinished,
@@ -39,18 +35,13 @@ from edge_eval.run_record import (
     other_environment,
     read_record,
     resume_record,
-    to_json,
 )
 from edge_eval.schema import (
     Answer,
     EncodedPrompt,
-    ExportManifest,
     GeneratedText,
     LetterLogits,
     Prediction,
-    Prompt,
-    Question,
-    QuestionSet,
     RunConfig,
     RunRecord,
     Status,
@@ -61,389 +52,16 @@ from edge_eval.scoring import (
     TEXT_SCORING_METHODS,
     Decision,
     decide,
-    decoder_input_ids,
     option_logits,
 )
 from edge_eval.streams import SharedIterator, merge
 from edge_eval.tokenization import (
-    LetterTokens,
     control_ids,
-    encode_chat,
-    encode_prompts,
-    letter_inside,
-    letter_tokens,
     load_tokenizer,
-    vocabulary_size,
 )
 
 Progress = Callable[[int, int], None]  # prompts done, prompts in all
 Reader = LetterReader | TextReader
-
-# Measured with passes in turn, 16 prompts of 72 tokens, the head's product at every position.
-AS_FOUND_NOTE = (
-    "{0} is an ONNX folder and runs as it is, its vocabulary head inside the graph. `edge-eval export "
-    "{0} -o DIR` takes the head out: 1.9 times as fast with Gemma 3 270M (262,144 tokens), less with "
-    "a smaller vocabulary; an export of that checkpoint was 2.3 times as fast."
-)
-
-# What Python, numpy and onnxruntime take without a model.
-OWN_MEMORY_BYTES = 64 << 20
-OWN_ADDRESS_SPACE_BYTES = 512 << 20  # beyond that: libraries, the stacks of threads, reserves
-TOKENIZER_GROWTH = 9  # a tokenizer.json in memory, over its size on disk
-
-MAX_NEW_TOKENS = 256  # of a text that is read for an answer
-MAX_TOP_LOGPROBS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Preparation:
-    """All of a run that needs no forward pass."""
-
-    manifest: ExportManifest
-    questions: QuestionSet
-    asked: tuple[Question, ...]  # one per prompt: a question stands once per rotation
-    prompts: tuple[Prompt, ...]
-    encoded: tuple[EncodedPrompt, ...]  # empty where an endpoint has the tokenizer
-    letters: LetterTokens  # the ten measured, in the order of letter_logits
-    notes: tuple[str, ...]
-    chat_template_sha256: str | None
-    requests: tuple[Mapping[str, Any], ...] = ()  # what an endpoint is sent, one per prompt
-
-
-def prepare(
-    config: RunConfig, *, hashes: bool = True, manifest: ExportManifest | None = None
-) -> Preparation:
-    """Read the questions, render and tokenise every prompt, find the letters' ids.
-
-    manifest: the model's, where it was read and checked already.
-    Errors: DataError, ModelError, ScoringError, each before the model is loaded.
-    """
-    if config.endpoint:
-        return _prepare_endpoint(config)
-    directory = Path(config.model)
-    if manifest is None:
-        manifest = read_any_manifest(directory, config.file, hashes=hashes)
-    check_memory(manifest, describe_machine())
-    if manifest.encoder_decoder and config.chat_template != "off":
-        raise OptionError(
-            f"{manifest.name} is an encoder-decoder, which has no turns for a chat template to "
-            "mark: leave --chat-template out."
-        )
-    own_text = manifest.encoder_decoder
-    questions = load_questions(config)
-    tokenizer = load_tokenizer(directory)
-    chat = load_chat_template(config.chat_template, directory)
-    asker = Asker(config, questions, tokenizer, chat, manifest.max_length, own_text=own_text)
-    asked = _askings(config, questions)
-    prompts, encoded = asker.ask_all(asked)
-    reads_text = config.scoring in TEXT_SCORING_METHODS
-    spell = _unspelt_letters if reads_text else partial(ten_letters, tokenizer, own_text=own_text)
-    letters = spell(asker.wording)
-    check_vocabulary(directory, manifest, encoded, vocabulary_size(tokenizer))
-    if all(len(item.input_ids) > manifest.max_length for item in encoded):
-        raise DataError(
-            f"every prompt is longer than the {manifest.max_length} tokens that {manifest.name} "
-            "can take: nothing can be scored."
-        )
-    notes = _notes(config, manifest, letters, prompts)
-    if manifest.encoder_decoder:
-        notes += _encoder_decoder_notes(config, manifest, tokenizer, encoded, letters)
-    return Preparation(
-        manifest,
-        questions,
-        tuple(question for question, _ in asked),
-        tuple(prompts),
-        tuple(encoded),
-        letters,
-        tuple(notes),
-        chat.sha256 if chat else None,
-    )
-
-
-def _prepare_endpoint(config: RunConfig) -> Preparation:
-    """The same for an endpoint, which tokenises what it is sent in its own way."""
-    questions = load_questions(config)
-    asker = Asker(config, questions, None, None, 0)
-    asked = _askings(config, questions)
-    prompts, requests = asker.request_all(asked)
-    manifest = unknown_manifest(
-        config.model, check_url(config.endpoint), {"edge_eval": __version__}
-    )
-    notes = []
-    if config.chat_template != "server":
-        notes.append(
-            "the prompts are sent as they are; how the server's tokenizer reads their beginning and "
-            "their end is unknown"
-            + ("" if asker.wording.letter_prefix else " (--protocol lm-eval ends without a space)")
-            + "."
-        )
-    return Preparation(
-        manifest,
-        questions,
-        tuple(question for question, _ in asked),
-        tuple(prompts),
-        (),
-        _unspelt_letters(asker.wording),
-        tuple(notes),
-        "the server's" if config.chat_template == "server" else None,
-        tuple(requests),
-    )
-
-
-def _askings(config: RunConfig, questions: QuestionSet) -> list[tuple[Question, int]]:
-    """Every question with the rotations in which it is asked."""
-    return [
-        (question, rotation)
-        for question in questions.test
-        for rotation in range(len(question.options) if config.permute else 1)
-    ]
-
-
-def _unspelt_letters(template: PromptTemplate) -> LetterTokens:
-    """The ten letters where the tokenizer is unknown; pieces are the texts an endpoint tells of."""
-    other = ARABIC if template.letters == LATIN else LATIN
-    ten = template.letters + other if template.letters == LATIN else other + template.letters
-    pieces = tuple((template.letter_prefix + letter,) for letter in ten)
-    return LetterTokens(ten, ((),) * len(ten), pieces)
-
-
-def _notes(
-    config: RunConfig, manifest: ExportManifest, letters: LetterTokens, prompts: Sequence[Prompt]
-) -> list[str]:
-    """What a user should know about this run before it begins."""
-    directory = Path(config.model)
-    notes = [AS_FOUND_NOTE.format(directory)] if is_as_found(manifest) else []
-    if config.chat_template == "off" and has_chat_template(directory):
-        notes.append(
-            "this model carries a chat template and the run does not use it (--chat-template auto "
-            "does); the paper scores without."
-        )
-    if config.shots and has_chat_template(directory):
-        notes.append("models tuned for chat tend to lose by shots, base models to gain (paper).")
-    several = [
-        describe_letter(letter)
-        for letter, ids in zip(letters.letters, letters.ids, strict=True)
-        if len(ids) > 1
-    ]
-    if several:
-        notes.append(f"scored in several steps, having no token of their own: {', '.join(several)}")
-    fewer = sum(prompt.n_shots < config.shots for prompt in prompts)
-    if fewer:
-        notes.append(f"{fewer:,} prompts have fewer than {config.shots} shots.")
-    return notes
-
-
-def _encoder_decoder_notes(
-    config: RunConfig,
-    manifest: ExportManifest,
-    tokenizer: Any,
-    encoded: Sequence[EncodedPrompt],
-    letters: LetterTokens,
-) -> list[str]:
-    """What is particular to asking an encoder-decoder."""
-    given = decoder_input(config, manifest)
-    pieces = " ".join(str(tokenizer.id_to_token(token_id)) for token_id in given)
-    notes = [f"an encoder-decoder: the answer is read behind {pieces} in its decoder"]
-    if given == manifest.decoder_start_ids:
-        notes[0] += ", where generation begins."
-    else:
-        notes[0] += (
-            ", as the paper's code does; --protocol lm-eval reads it where generation begins."
-        )
-    if config.protocol == "paper" and any(len(ids) > 1 for ids in letters.ids):
-        notes.append(
-            "the paper's code reads the first token alone of a letter that has none of its own, a "
-            "word-start piece; here all of the letter's tokens count."
-        )
-    if config.reuse == "shared":
-        notes.append(
-            "an encoder reads a prompt from both ends, so no beginning can be shared: every prompt "
-            "is computed whole (--reuse none)."
-        )
-    longer = sum(len(item.input_ids) > (manifest.trained_length or math.inf) for item in encoded)
-    if longer:
-        notes.append(
-            f"{longer:,} prompts are longer than the {manifest.trained_length:,} tokens this model "
-            "states; its positions are relative, and they are asked whole, as the paper's code does."
-        )
-    return notes
-
-
-def decoder_input(config: RunConfig, manifest: ExportManifest) -> tuple[int, ...]:
-    """What an encoder-decoder's decoder is given first; a text begins as generation does."""
-    if config.scoring in TEXT_SCORING_METHODS:
-        return manifest.decoder_start_ids
-    return decoder_input_ids(manifest, config.template)
-
-
-class Asker:
-    """Questions -> prompts and token ids, under one run's settings."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        questions: QuestionSet,
-        tokenizer: Any,
-        chat: ChatTemplate | None,
-        max_length: int,
-        *,
-        own_text: bool = False,
-    ) -> None:
-        self._config = config
-        self._questions = questions
-        self._tokenizer = tokenizer
-        self._chat = chat
-        self._max_length = max_length
-        self._space_with_letter = False
-        # An encoder-decoder's answer is a text of its own: no cue's space stands before its letter.
-        if config.shots and chat is None and tokenizer is not None and not own_text:
-            self._space_with_letter = self._choose_letter_form()
-        self.wording = wording_of(config.template, space_with_letter=self._space_with_letter)
-        if chat is not None or config.chat_template == "server":
-            # Behind the assistant's header the answer begins: no separator of our own.
-            self.wording = replace(self.wording, letter_prefix="")
-
-    def ask_all(
-        self, asked: Sequence[tuple[Question, int]]
-    ) -> tuple[list[Prompt], list[EncodedPrompt]]:
-        """Every prompt with its ids; a prompt that is too long loses its shots one by one."""
-        prompts = [self._render(q, self._shots(q), rotation) for q, rotation in asked]
-        encoded = self._encode(prompts, asked)
-        for index, (question, rotation) in enumerate(asked):
-            while len(encoded[index].input_ids) > self._max_length and prompts[index].n_shots:
-                shots = self._shots(question)[: prompts[index].n_shots - 1]
-                prompts[index] = self._render(question, shots, rotation)
-                encoded[index] = self._encode([prompts[index]], [(question, rotation)])[0]
-        return prompts, encoded
-
-    def request_all(
-        self, asked: Sequence[tuple[Question, int]]
-    ) -> tuple[list[Prompt], list[dict[str, Any]]]:
-        """Every prompt with what an endpoint is sent: the text, or the messages of a chat."""
-        is_chat = self._config.chat_template == "server"
-        system = self._config.system_prompt
-        prompts, requests = [], []
-        for question, rotation in asked:
-            shots = self._shots(question)
-            prompt = self._render(question, () if is_chat else shots, rotation)
-            prompts.append(replace(prompt, n_shots=len(shots)))
-            messages = [{"role": "system", "content": system}] if system else []
-            for shown, letter in self._turns(shots):
-                messages.append({"role": "user", "content": shown})
-                messages.append({"role": "assistant", "content": letter})
-            messages.append({"role": "user", "content": prompt.text})
-            requests.append({"messages": messages} if is_chat else {"prompt": prompt.text})
-        return prompts, requests
-
-    def _turns(self, shots: Sequence[Question]) -> list[tuple[str, str]]:
-        return [(self.wording.write(shot), self.wording.letters[shot.answer]) for shot in shots]
-
-    def _shots(self, question: Question) -> tuple[Question, ...]:
-        """The question's task's first few-shot rows, itself never among them.
-
-        Errors: DataError when the task has fewer than asked and that was not allowed.
-        """
-        rows = [
-            shot
-            for shot in self._questions.shots.get(question.task, ())
-            if (shot.context, shot.text, shot.options)
-            != (question.context, question.text, question.options)
-        ]
-        if len(rows) < self._config.shots and not self._config.allow_fewer_shots:
-            raise DataError(
-                f"{question.task} has {len(rows)} few-shot rows for question {question.id} and "
-                f"{self._config.shots} were asked for. Ask for fewer with --shots, or let tasks have "
-                "what they have with --allow-fewer-shots."
-            )
-        return tuple(rows[: self._config.shots])
-
-    def _render(self, question: Question, shots: Sequence[Question], rotation: int) -> Prompt:
-        prompt = render(
-            question,
-            self._config.template,
-            () if self._chat else shots,
-            space_with_letter=self._space_with_letter,
-            rotation=rotation,
-        )
-        if self._chat is None:
-            return prompt
-        text = self._chat.render(self._turns(shots), prompt.text, self._config.system_prompt)
-        return replace(prompt, text=text, n_shots=len(shots))
-
-    def _encode(
-        self, prompts: Sequence[Prompt], asked: Sequence[tuple[Question, int]]
-    ) -> list[EncodedPrompt]:
-        if self._chat is None:
-            return list(encode_prompts(self._tokenizer, prompts))
-        return [
-            EncodedPrompt(
-                prompt.question_id,
-                encode_chat(self._tokenizer, prompt.text, self._parts(prompt, q)),
-            )
-            for prompt, (q, _) in zip(prompts, asked, strict=True)
-        ]
-
-    def _parts(self, prompt: Prompt, question: Question) -> list[str]:
-        """The questions' own texts in a chat, shots first, in the order they stand there."""
-        shown = [*self._shots(question)[: prompt.n_shots], rotate(question, prompt.rotation)]
-        return [part for q in shown for part in (q.context, q.text, *q.options)]
-
-    def _choose_letter_form(self) -> bool:
-        """Whether the cue's last space must go with the letter, so that shots show what is scored.
-
-        Errors: ScoringError when the shots' letters are other tokens either way.
-        """
-        shot = next((rows[0] for rows in self._questions.shots.values() if rows), None)
-        if shot is None:
-            return False
-        for space_with_letter in (False, True):
-            wording = wording_of(self._config.template, space_with_letter=space_with_letter)
-            scored = letter_tokens(self._tokenizer, wording.letters[:1], wording.letter_prefix)
-            text = shot_text(replace(shot, answer=0), wording) + "\n\n"
-            shown = wording.letter_prefix + wording.letters[0]
-            if letter_inside(self._tokenizer, text, shown) == scored.ids[0]:
-                return space_with_letter
-        raise ScoringError(
-            f"inside a shot this tokenizer reads {describe_letter(wording.letters[0])} as other "
-            "tokens than behind the last cue, so shots would teach letters that are not scored. "
-            "Run without --shots."
-        )
-
-
-def check_vocabulary(
-    directory: Path, manifest: ExportManifest, encoded: Sequence[EncodedPrompt], n_ids: int
-) -> None:
-    """Raise ModelError when the prompts hold ids the embedding table has no row for."""
-    largest = max(int(item.input_ids.max(initial=0)) for item in encoded)
-    if largest >= manifest.vocab_size:
-        raise ModelError(
-            f"the tokenizer in {directory} makes token {largest} and the model has "
-            f"{manifest.vocab_size} (the tokenizer knows {n_ids}): it belongs to another model."
-        )
-
-
-def ten_letters(
-    tokenizer: object, template: PromptTemplate, *, own_text: bool = False
-) -> LetterTokens:
-    """The token ids of the template's five letters, and of the other five where they have one.
-
-    own_text: as for letter_tokens().
-    Errors: ScoringError when the template's own letters cannot be scored.
-    """
-    prefix = template.letter_prefix
-    own = letter_tokens(tokenizer, template.letters, prefix, own_text=own_text)
-    other_letters = ARABIC if template.letters == LATIN else LATIN
-    try:
-        other = letter_tokens(tokenizer, other_letters, prefix, own_text=own_text)
-    except ScoringError:
-        other = LetterTokens(other_letters, ((),) * 5, ((),) * 5)
-    # Diagnostics are not worth a second pass: only the run's own letters may take several steps.
-    ids = tuple(spelling if len(spelling) == 1 else () for spelling in other.ids)
-    other = LetterTokens(other.letters, ids, other.pieces)
-    first, second = (own, other) if template.letters == LATIN else (other, own)
-    return LetterTokens(
-        first.letters + second.letters, first.ids + second.ids, first.pieces + second.pieces
-    )
 
 
 def evaluate(
@@ -498,7 +116,7 @@ def evaluate_together(
             cell.manifest,
             cell.questions.fingerprint,
             environment,
-            _scoring_facts(cell, config),
+            scoring_facts(cell, config),
         )
         for config, cell in zip(configs, cells, strict=True)
     ]
@@ -559,7 +177,6 @@ def _ask_model(
 ) -> Answering:
     """Open the model and warm it up."""
     config, manifest = configs[0], cells[0].manifest
-    check_memory(manifest, environment)
     release_memory()
     model = open_any_model(Path(config.model), manifest, environment["threads"])
     if config.reuse == "shared" and not model.continues:
@@ -655,124 +272,6 @@ def _resume_note(path: Path, there: RunRecord, here: RunRecord) -> str:
         f" It was begun with other {', '.join(unlike)}; both are recorded." if unlike else ""
     )
     return f"{path} goes on: {len(there.predictions):,} answers are there already.{elsewhere}"
-
-
-def check_memory(manifest: ExportManifest, environment: Mapping[str, Any]) -> None:
-    """Raise ModelError when the model cannot be held in this process's memory.
-
-    The head and the embedding are not counted: they are mapped, and only the rows used are read.
-    They count where the address space itself is limited (ulimit -v). The tokenizer is let go
-    before the graph is loaded, so the larger of the two decides.
-    """
-    sizes = {name: int(facts["size_bytes"]) for name, facts in manifest.files.items()}
-    graphs = graphs_of(manifest)
-    graph = sum(
-        size
-        for name, size in sizes.items()
-        if name.startswith(graphs) or (is_as_found(manifest) and not name.endswith(".json"))
-    )
-    needed = OWN_MEMORY_BYTES + max(graph, TOKENIZER_GROWTH * sizes.get(TOKENIZER, 0))
-    mapped = sum(size for name, size in sizes.items() if name.endswith(".npy"))
-    for name, more in (
-        ("memory_limit_bytes", 0),
-        ("memory_total_bytes", 0),
-        ("address_space_limit_bytes", mapped + OWN_ADDRESS_SPACE_BYTES),
-    ):
-        limit = environment.get(name)
-        if limit is not None and needed + more > limit:
-            raise ModelError(
-                f"{manifest.name} needs {(needed + more) / 1e6:,.0f} MB of memory at least, and this "
-                f"process may have {limit / 1e6:,.0f} MB: raise the limit, or take a lower precision "
-                "(edge-eval quantize)."
-            )
-
-
-def _scoring_facts(cell: Preparation, config: RunConfig) -> dict[str, Any]:
-    """What decides the answers beside the config: read back, it tells whether a run is the same."""
-    shots = [shot for rows in cell.questions.shots.values() for shot in rows[: config.shots]]
-    several = any(len(ids) > 1 for ids in cell.letters.ids)
-    prompts = hashlib.sha256()
-    for prompt, item in zip(cell.prompts, cell.encoded or cell.requests, strict=True):
-        if isinstance(item, EncodedPrompt):
-            size, content = len(item.input_ids), item.input_ids.astype("<i8").tobytes()
-        else:
-            content = to_json(item).encode("utf-8")
-            size = len(content)
-        prompts.update(f"{prompt.question_id!r} {prompt.rotation} {size}\n".encode())
-        prompts.update(content)
-    asked = {"endpoint_model": config.model, "tokenizer": UNKNOWN} if config.endpoint else {}
-    normalized = PROTOCOLS[config.protocol].normalized or several or bool(config.endpoint)
-    given = decoder_input(config, cell.manifest)
-    return asked | {
-        **({"decoder_input_ids": given} if given else {}),
-        "shots_sha256": fingerprint_questions(shots) if config.shots else None,
-        "chat_template_sha256": cell.chat_template_sha256,
-        "prompts_sha256": prompts.hexdigest(),  # questions with their tokens or texts, in order
-        "letters": cell.letters.letters,
-        "letter_ids": cell.letters.ids,
-        "letter_pieces": cell.letters.pieces,
-        "normalized": normalized and config.scoring not in TEXT_SCORING_METHODS,
-    }
-
-
-def check_settings(config: RunConfig) -> None:
-    """Raise OptionError for settings that contradict each other."""
-    protocol = PROTOCOLS.get(config.protocol)
-    if protocol is None:
-        raise OptionError(f"no protocol {config.protocol!r}: there are {', '.join(PROTOCOLS)}.")
-    for name in ("prompt", "letters"):
-        fixed, asked = getattr(protocol, name), getattr(config, name)
-        if fixed is not None and fixed != asked:
-            raise OptionError(
-                f"protocol {config.protocol} has {name} {fixed}, and {asked} was asked for: leave "
-                f"--{name} out, or take --protocol paper."
-            )
-    if config.system_prompt and config.chat_template == "off":
-        raise OptionError("a system prompt needs a chat template: add --chat-template auto.")
-    reads_text = config.scoring in TEXT_SCORING_METHODS
-    if not reads_text and config.scoring not in SCORING_METHODS:
-        known = ", ".join((*SCORING_METHODS, *TEXT_SCORING_METHODS))
-        raise OptionError(f"no scoring {config.scoring!r} in a run: there are {known}.")
-    if config.scoring == "per-character" and not protocol.normalized:
-        raise OptionError("per-character scoring needs log-probabilities: add --protocol oall.")
-    if not 0 < config.max_new_tokens <= MAX_NEW_TOKENS:
-        raise OptionError(
-            f"--max-new-tokens is 1 to {MAX_NEW_TOKENS}, not {config.max_new_tokens}."
-        )
-    if config.max_new_tokens > 1 and not reads_text:
-        raise OptionError("--max-new-tokens is of texts that are read: add --scoring generated.")
-    if config.permute and (reads_text or config.endpoint):
-        raise OptionError(
-            "--permute averages every letter's probability, which only a model directory scored by "
-            "letters gives: leave it out."
-        )
-    if config.endpoint:
-        _check_endpoint(config)
-    elif config.chat_template == "server" or config.scenario == "endpoint":
-        raise OptionError("a server's chat template is asked for with --endpoint URL.")
-
-
-def _check_endpoint(config: RunConfig) -> None:
-    check_url(config.endpoint)
-    if not config.model:
-        raise OptionError("an endpoint serves models by name: add --model NAME.")
-    if config.chat_template not in {"off", "server"}:
-        raise OptionError(
-            "an endpoint's chat template is the server's own: leave --chat-template out, and take "
-            "--endpoint-kind chat."
-        )
-    if (config.scenario, config.reuse, config.threads) != ("endpoint", "none", None):
-        raise OptionError(
-            "--scenario, --reuse and --threads are of a model that runs here: leave them out with "
-            "--endpoint (--concurrency says how many requests are sent at once)."
-        )
-    if config.scoring == "per-character":
-        raise OptionError(
-            "per-character scoring needs log-probabilities of whole letters, and an endpoint tells of "
-            "single tokens: add --scoring argmax or generated."
-        )
-    if not 0 < config.top_logprobs <= MAX_TOP_LOGPROBS:
-        raise OptionError(f"--top-logprobs is 1 to {MAX_TOP_LOGPROBS}, not {config.top_logprobs}.")
 
 
 def _streams(config: RunConfig) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from test_model_dir import copy_model, edit
 from edge_eval.bench import measure
 from edge_eval.doctor import examine
 from edge_eval.errors import ExportError, ModelError, OptionError
-from edge_eval.evaluate import evaluate, prepare
+from edge_eval.evaluate import evaluate
 from edge_eval.letters import ARABIC, LATIN, OPTION_LETTERS
 from edge_eval.model_dir import read_manifest
+from edge_eval.preparation import prepare
 from edge_eval.prompts import render
 from edge_eval.questions import load_questions
 from edge_eval.schema import RunConfig

@@ -23,11 +23,12 @@ from edge_eval.errors import (
     RecordError,
     ScoringError,
 )
-from edge_eval.evaluate import evaluate, prepare
+from edge_eval.evaluate import evaluate
 from edge_eval.generated import read_answer
 from edge_eval.letters import ARABIC, LATIN, OPTION_LETTERS
 from edge_eval.model import open_model
 from edge_eval.model_dir import read_manifest
+from edge_eval.preparation import prepare
 from edge_eval.prompts import render
 from edge_eval.questions import load_questions
 from edge_eval.run_record import read_record

@@ -18,8 +18,9 @@ import edge_eval.chat as chat_module
 from edge_eval.chat import ChatTemplate, load_chat_template
 from edge_eval.environment import describe_machine
 from edge_eval.errors import EdgeEvalError, ModelError
-from edge_eval.evaluate import check_memory, evaluate
+from edge_eval.evaluate import evaluate
 from edge_eval.model_dir import read_manifest
+from edge_eval.preparation import check_memory
 from edge_eval.schema import Status
 
 onnx = pytest.importorskip("onnx", reason="graphs are forged with onnx, of the export extra")
