@@ -247,7 +247,7 @@ def run(
         settings |= _endpoint_settings(endpoint, endpoint_kind, chat_template, scenario)
         name = served or ""
     elif model is None or served is not None:
-        raise OptionError(
+        raise typer.BadParameter(
             "name a model directory, or an endpoint with --endpoint URL --model NAME."
         )
     else:

@@ -277,7 +277,7 @@ def _resume_note(path: Path, there: RunRecord, here: RunRecord) -> str:
 def _streams(config: RunConfig) -> dict[str, Any]:
     """Streams and threads a stream: one and all cores, or all cores and one (MLPerf's scenarios)."""
     if config.endpoint:
-        return {"threads": "the server's", "streams": config.concurrency}
+        return {"threads": None, "streams": config.concurrency}  # the server's, unknown
     cores = config.threads or usable_cores()
     streams, threads = (cores, 1) if config.scenario == "offline" else (1, cores)
     return {"threads": threads, "streams": streams}

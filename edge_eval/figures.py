@@ -104,7 +104,8 @@ class Run:
         if config.endpoint:
             return f"{config.endpoint}, at the client ({cpu}), network included"
         shared = ", prefixes shared" if config.reuse == "shared" else ""
-        return f"{config.scenario}{shared}, {cpu}, {found.get('threads', '?')} threads"
+        threads = found.get("threads")
+        return f"{config.scenario}{shared}, {cpu}, {threads or 'unknown'} threads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ def _labels(records: Sequence[RunRecord]) -> list[str]:
         lambda r: f"{r.config.shots}-shot",
         lambda r: f"chat template {r.config.chat_template}",
         lambda r: r.config.scenario,
-        lambda r: f"{r.environment.get('threads')} threads",
+        lambda r: f"{r.environment.get('threads') or 'unknown'} threads",
     )
     for tell in tells:
         if len(set(labels)) < len(labels) and len({tell(record) for record in records}) > 1:

@@ -90,7 +90,7 @@ MACHINE: dict[str, Callable[[RunRecord], Any]] = {
     "place": lambda r: r.config.endpoint or "this machine",
     "processor": lambda r: r.environment.get("cpu_model"),
     "instruction sets": lambda r: r.environment.get("instruction_sets"),
-    "threads": lambda r: r.environment.get("threads"),
+    "threads": lambda r: "the server's" if r.config.endpoint else r.environment.get("threads"),
     "streams": lambda r: r.environment.get("streams", 1),
     "scenario": lambda r: r.config.scenario,
     "reuse": lambda r: r.config.reuse,

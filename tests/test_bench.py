@@ -197,8 +197,8 @@ def test_logits_that_are_not_finite_are_no_speed(
         model.session.run = lambda *_: [np.full((1, 8, 64), np.nan, dtype=np.float32)]
         return model
 
-    open_model = bench.open_model
-    monkeypatch.setattr(bench, "open_model", broken)
+    open_model = bench.open_any_model
+    monkeypatch.setattr(bench, "open_any_model", broken)
     with pytest.raises(ModelError, match="not finite"):
         measure(tiny_model, (8,), threads=1, seconds=0.1)
 

@@ -246,15 +246,6 @@ def softmax(graph: Any) -> None:
     graph.graph.node.append(helper.make_node("LogSoftmax", ["raw"], ["logits"], axis=-1))
 
 
-def fewer_logits(graph: Any) -> None:
-    before_head(graph).output[0] = "padded"
-    add_numbers(graph, start=np.array([0]), end=np.array([590]), axis=np.array([2]))
-    node = helper.make_node("Slice", ["padded", "start", "end", "axis"], ["logits"])
-    graph.graph.node.append(node)
-    value = next(v for v in graph.graph.output if v.name == "logits")
-    value.type.tensor_type.shape.dim[2].dim_value = 590
-
-
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "int4 head": (quantised_head, r"head is quantised \(MatMulNBits\)"),
     "int8 head": (dynamic_int8, r"head is quantised"),
@@ -262,7 +253,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "token types": (token_types, "token_type_ids"),
     "ids by value": (ids_by_value, "token ids"),
     "log-probabilities": (softmax, "LogSoftmax"),
-    "fewer logits": (fewer_logits, "600 numbers and the graph 590 logits"),
 }
 
 

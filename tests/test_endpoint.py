@@ -718,8 +718,6 @@ def test_a_run_in_which_nothing_could_be_scored_is_no_success(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["run"],
-        ["run", "some-model", "--model", "name"],
         ["run", "some-model", "--endpoint", "http://127.0.0.1:1"],
         ["run", "--endpoint", "http://127.0.0.1:1"],
         ["run", "--endpoint", "http://127.0.0.1:1", "--model", "m", "--scenario", "offline"],
@@ -731,6 +729,13 @@ def test_options_that_do_not_fit_together_are_one_line(
 ) -> None:
     with pytest.raises(OptionError):
         invoke(*arguments, "-o", tmp_path / "record.jsonl")
+
+
+@pytest.mark.parametrize("arguments", [["run"], ["run", "some-model", "--model", "name"]])
+def test_neither_a_model_nor_an_endpoint_is_wrong_use(arguments: list[str]) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert "--endpoint URL --model NAME" in done.stderr
 
 
 def test_the_packages_it_needs_are_named(
