@@ -29,7 +29,7 @@ def test_every_template_is_examined_and_the_report_is_strict_json(report: dict[s
     assert set(report["templates"]) == set(PROMPT_TEMPLATES)
     assert json.loads(json.dumps(report, allow_nan=False)) is not None
     for name, found in report["templates"].items():
-        assert found["n_measured"] == (N_ROWS if name in MEASURED_WHOLE else -(-N_ROWS // 3))
+        assert found["n_measured"] == (N_ROWS if name in MEASURED_WHOLE else -(-N_ROWS // 4))
         assert sum(found["letter_wins"]) == found["n_measured"]
         assert 0 < found["letter_mass"] < 1
         assert 0 <= found["letter_entropy"] <= 1
