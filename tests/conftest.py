@@ -13,7 +13,9 @@ from edge_eval.questions import load_questions
 from edge_eval.schema import Question, RunConfig
 
 # How long an example takes tells of the machine's other work, not of the code.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("patient")
 
 REAL_ROWS = Path(__file__).parents[2] / "shared" / "data" / "arabicmmlu_egypt.csv"
