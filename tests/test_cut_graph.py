@@ -32,10 +32,10 @@ from test_onnx_folder import (
     without_positions,
 )
 
-from edge_eval.errors import ExportError
+from edge_eval.errors import ExportError, ModelError
 from edge_eval.evaluate import evaluate
 from edge_eval.model import letter_reader
-from edge_eval.schema import ExportManifest
+from edge_eval.schema import ExportManifest, RunConfig
 from exporters.cut_graph import export_onnx_folder
 from exporters.verify import verify_directory
 
@@ -297,3 +297,22 @@ def test_a_graph_in_bfloat16_is_refused_in_one_line(llama: Path, tmp_path: Path)
     with pytest.raises(Exception, match="bfloat16") as caught:
         cut(copy_folder(llama, tmp_path, change), tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def fewer_logits(graph: Any) -> None:
+    before_head(graph).output[0] = "padded"
+    add_numbers(graph, start=np.array([0]), end=np.array([590]), axis=np.array([2]))
+    node = helper.make_node("Slice", ["padded", "start", "end", "axis"], ["logits"])
+    graph.graph.node.append(node)
+    value = next(v for v in graph.graph.output if v.name == "logits")
+    value.type.tensor_type.shape.dim[2].dim_value = 590
+
+
+def test_fewer_logits_than_the_vocabulary_are_neither_cut_nor_run(
+    llama: Path, tmp_path: Path
+) -> None:
+    folder = copy_folder(llama, tmp_path, fewer_logits)
+    with pytest.raises(ExportError, match="600 numbers and the graph 590 logits"):
+        cut(folder, tmp_path)
+    with pytest.raises(ModelError, match="gives 590 logits"):
+        evaluate(RunConfig(model=str(folder), limit=2, threads=1), tmp_path / "run.jsonl")
