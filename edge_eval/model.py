@@ -16,7 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_eval.errors import ModelError
-from edge_eval.model_dir import DECODER, EMBEDDING, ENCODER, GRAPH, HEAD, HEAD_BIAS
+from edge_eval.model_dir import (
+    DECODER,
+    EMBEDDING,
+    ENCODER,
+    FIRST_PAST,
+    GRAPH,
+    HEAD,
+    HEAD_BIAS,
+    MANIFEST,
+)
 from edge_eval.schema import (
     ExportManifest,
     Float32Array,
@@ -306,7 +315,28 @@ def open_model(directory: Path, manifest: ExportManifest, threads: int) -> Model
         answers=answers,
     )
     _check_shapes(directory, model, graph.name, inputs["inputs_embeds"].shape[-1])
+    if manifest.first_token_ids:
+        model.first_tokens.update(_read_first_tokens(directory, model))
     return model
+
+
+def _read_first_tokens(directory: Path, model: Model) -> dict[int, Past]:
+    """The keys and values of the first tokens that were computed when the graph was rounded."""
+    table, *_ = _map_table(directory / FIRST_PAST)
+    ids, shapes = model.manifest.first_token_ids, [shape for _, shape in model.past_inputs]
+    if table.shape != (len(ids), sum(heads * size for heads, size in shapes)):
+        raise ModelError(
+            f"{directory / FIRST_PAST} has shape {table.shape}, which does not fit the graph "
+            f"and the {len(ids)} first tokens of {MANIFEST}: the files belong to different models."
+        )
+    ends = np.cumsum([heads * size for heads, size in shapes])[:-1]
+    return {
+        token_id: tuple(
+            part.reshape(1, heads, 1, size)
+            for part, (heads, size) in zip(np.split(row, ends), shapes, strict=True)
+        )
+        for token_id, row in zip(ids, table.astype(np.float32), strict=True)
+    }
 
 
 def _inputs_of(path: Path, session: Any, *needed: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ encoder.onnx, decoder.onnx(+_data)  in its place where the manifest's kind is en
 lm_head.npy           (vocab, hidden) float32 or float16, memory-mapped
 lm_head_bias.npy      (vocab,) where the head has a bias
 embedding.npy         (vocab, hidden) where it is not the head's table
+first_tokens.npy      (n, ...) float32 where the graph is rounded: a row for each of the manifest's
+                      first_token_ids, its keys and values of every layer in the graph's order
 tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json
 """
 
@@ -29,6 +31,7 @@ DECODER = "decoder.onnx"
 HEAD = "lm_head.npy"
 HEAD_BIAS = "lm_head_bias.npy"
 EMBEDDING = "embedding.npy"
+FIRST_PAST = "first_tokens.npy"
 TOKENIZER = "tokenizer.json"
 
 UNKNOWN = "unknown"
@@ -70,7 +73,8 @@ def read_manifest(directory: Path) -> ExportManifest:
         raise ModelError(f"{path} cannot be read as a manifest: {reason}") from error
     for name, facts in manifest.files.items():
         _check_file(directory, name, int(facts["size_bytes"]))
-    for name in (*graphs_of(manifest), HEAD, TOKENIZER):
+    needed = (FIRST_PAST,) if manifest.first_token_ids else ()
+    for name in (*graphs_of(manifest), HEAD, TOKENIZER, *needed):
         if name not in manifest.files:
             raise ModelError(f"{path} does not list {name}: export the model again.")
     for name in manifest.files:
@@ -115,6 +119,7 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "tools": (dict,),
     "parity": (dict,),
     "first_token_apart": (bool,),
+    "first_token_ids": (list,),
     "quantization": (dict, type(None)),
     "kind": (str,),
     "decoder_start_ids": (list,),
@@ -150,11 +155,11 @@ def _typed(fields: dict[str, Any]) -> ExportManifest:
     kind = values.get("kind", "decoder")
     if kind not in {"decoder", "encoder-decoder"}:
         raise ValueError(f"kind is {kind!r}")
-    for name in ("decoder_start_ids", "decoder_paper_ids"):
+    for name in ("decoder_start_ids", "decoder_paper_ids", "first_token_ids"):
         ids = values[name] = tuple(values.get(name, ()))
         if any(not isinstance(i, int) or not 0 <= i < fields["vocab_size"] for i in ids):
             raise ValueError(f"{name} is {list(ids)}")
-        if bool(ids) != (kind == "encoder-decoder"):
+        if name != "first_token_ids" and bool(ids) != (kind == "encoder-decoder"):
             raise ValueError(f"kind is {kind!r} and {name} {list(ids)}")
     return ExportManifest(**values)
 

@@ -240,6 +240,8 @@ class ExportManifest:
     created: str
     # The first token's activations dwarf the others' and would set their resolution.
     first_token_apart: bool = False
+    # The first tokens whose keys and values were computed in fp32 and lie beside the graph.
+    first_token_ids: tuple[int, ...] = ()
     quantization: Mapping[str, Any] | None = None  # what exporters/quantize.py measured
     kind: str = "decoder"  # or "encoder-decoder"
     # What an encoder-decoder's decoder is given before its answer: the start token, as it was

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, models
+from tokenizers import models
 
 from edge_eval.errors import ModelError, ScoringError
 from edge_eval.letters import describe_letter
 from edge_eval.schema import EncodedPrompt, Int64Array, Prompt
+from edge_eval.tokenizer_file import read_tokenizer
 
 # Prompts handed to the tokenizer at once: enough for its threads, little in memory.
 BATCH = 256
@@ -50,7 +51,7 @@ def load_tokenizer(directory: Path) -> Any:
         )
     with _panics_told(str(path)):
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = read_tokenizer(path)
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             raise ModelError(f"{path} is not a tokenizer: {reason}") from error
