@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
 from edge_eval.chat import has_chat_template, load_chat_template
 from edge_eval.environment import describe_machine, usable_cores
@@ -60,8 +61,10 @@ N_ROWS = 192  # rows of each product's input on which its error is estimated
 # Hessians held at once; a network with more is observed again for the rest.
 HESSIAN_BYTES = 1 << 30
 
-# A choice must stay this share of the bound away from it on the prompts it is made on.
+# On the prompts that a choice is made on, its divergence must stay within this share of the bound.
+# Their letters are too few to be counted: they must not speak against the promise, at this level.
 MARGIN = 0.6
+LEVEL = 0.05
 
 # In the names of an encoder's products: the second of a T5 layer's feed-forward, kept in fp32.
 KEPT_IN_T5 = "/wo/"
@@ -81,9 +84,14 @@ class Recipe:
     min_agreement: float  # share of prompts with the letter fp32 chooses
     max_kl: float  # mean Kullback-Leibler divergence over the letters, nats
 
-    def allows(self, price: Price, margin: float = 1.0) -> bool:
-        """Whether the promise holds, the divergence being within ``margin`` of its bound."""
-        return price.agreement >= self.min_agreement and price.kl <= self.max_kl * margin
+    def is_kept_by(self, price: Price) -> bool:
+        """Whether the promise holds."""
+        return price.agreement >= self.min_agreement and price.kl <= self.max_kl
+
+    def is_likely_kept_by(self, price: Price) -> bool:
+        """Whether a few prompts let expect that the promise holds on others."""
+        test = binomtest(price.n_same, price.n_prompts, self.min_agreement, alternative="less")
+        return bool(test.pvalue > LEVEL) and price.kl <= self.max_kl * MARGIN
 
 
 PRECISIONS = {
@@ -191,7 +199,7 @@ def choose_kept(plan: Plan, recipe: Recipe, gauge: Gauge, scratch: Path) -> Choi
 
     ranked = sorted(plan.errors, key=lambda output: -plan.errors[output])
     best = try_keeping(0)
-    if not recipe.keep_worst or recipe.allows(best.price, MARGIN):
+    if not recipe.keep_worst or recipe.is_likely_kept_by(best.price):
         return best
     # Too few and enough; halving what lies between costs a handful of sessions.
     low, high = 0, len(ranked)
@@ -199,7 +207,7 @@ def choose_kept(plan: Plan, recipe: Recipe, gauge: Gauge, scratch: Path) -> Choi
     while high - low > 1:
         middle = (low + high) // 2
         choice = try_keeping(middle)
-        if recipe.allows(choice.price, MARGIN):
+        if recipe.is_likely_kept_by(choice.price):
             high, best = middle, choice
         else:
             low = middle
@@ -438,7 +446,7 @@ def shortfall(manifest: ExportManifest) -> str | None:
     figures = manifest.quantization or {}
     recipe = PRECISIONS[manifest.precision]
     price = Price(figures["n_prompts"], figures["n_same_letter"], figures["mean_kl"])
-    if recipe.allows(price):
+    if recipe.is_kept_by(price):
         return None
     return (
         f"{manifest.precision} should agree with fp32 on {recipe.min_agreement:.0%} of questions with a "

@@ -221,8 +221,8 @@ def test_products_are_kept_until_the_promise_holds(
     int8 = PRECISIONS["int8"]
     everything = choose(replace(int8, keep_worst=False))
     assert everything.kept == ()
-    assert choose(replace(int8, max_kl=1.0, min_agreement=0.0)).kept == ()
-    some = choose(replace(int8, max_kl=everything.price.kl / 2, min_agreement=0.0))
+    assert choose(replace(int8, max_kl=1.0, min_agreement=0.001)).kept == ()
+    some = choose(replace(int8, max_kl=everything.price.kl, min_agreement=0.001))
     assert 0 < len(some.kept) < sum(len(site.products) for site in plan.sites)
     assert some.price.kl < everything.price.kl
 
@@ -459,12 +459,15 @@ def test_a_model_below_its_precisions_promise_is_told(quantised: dict[str, Path]
     assert "1.50 times as fast" in verdict(with_figures(manifest, speed_ratio=1.5))
 
 
-def test_a_price_with_a_margin_is_stricter() -> None:
+def test_a_promise_and_what_lets_expect_it() -> None:
     recipe = PRECISIONS["int8"]
-    assert recipe.allows(Price(100, 97, 0.005))
-    assert not recipe.allows(Price(100, 97, 0.005), 0.6)
-    assert not recipe.allows(Price(100, 96, 0.001))
-    assert not recipe.allows(Price(100, 99, float("nan")))
+    assert recipe.is_kept_by(Price(100, 97, 0.005))
+    assert not recipe.is_kept_by(Price(100, 96, 0.001))
+    assert not recipe.is_kept_by(Price(100, 99, float("nan")))
+    assert recipe.is_likely_kept_by(Price(40, 38, 0.003))
+    assert not recipe.is_likely_kept_by(Price(40, 39, 0.0031))
+    assert not recipe.is_likely_kept_by(Price(40, 36, 0.001))
+    assert not recipe.is_likely_kept_by(Price(40, 40, float("nan")))
 
 
 def test_the_command_prints_the_verdict(tiny_model: Path, tmp_path: Path) -> None:
