@@ -202,13 +202,13 @@ def _log_probabilities(
     """
     ids = [spelt[name].ids[: len(question.options)] for name, question, _ in asked]
     quick = [all(len(spelling) == 1 for spelling in own) for own in ids]
-    encoded = [item for _, _, item in asked]
+    encoded = [item.input_ids for _, _, item in asked]
 
     def walk(steps: Sequence[Step]) -> Iterator[tuple[int, Float32Array]]:
         stack = PrefixStack(model)
         for step in steps:
             at = step.index
-            past, rest = stack.begin(encoded[at].input_ids, step)
+            past, rest = stack.begin(encoded[at], step)
             asking = model.answering_behind(decoder_input_ids(model.manifest, asked[at][0]))
             if quick[at]:
                 yield at, asking.run(rest, past)[0]

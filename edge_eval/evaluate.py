@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from edge_eval import metrics
+import numpy as np
+import numpy.typing as npt
+
+from edge_eval.asking import AskedPrompts
 from edge_eval.endpoint import Endpoint, check_url, open_endpoint
 from edge_eval.environment import (
     describe_machine,
@@ -27,8 +30,9 @@ from edge_eval.model_dir import size_on_disk
 from edge_eval.onnx_folder import open_any_model
 from edge_eval.prefixes import BUDGET_BYTES, PrefixStack, Step, plan, streams
 from edge_eval.preparation import Preparation, check_settings, decoder_input, prepare, scoring_facts
-from edge_eval.prompts import rotate
 from edge_eval.run_record import (
+    Begun,
+    RecordWriter,
     check_same_run,
     find_unfinished,
     new_record,
@@ -38,7 +42,6 @@ from edge_eval.run_record import (
 )
 from edge_eval.schema import (
     Answer,
-    EncodedPrompt,
     GeneratedText,
     LetterLogits,
     Prediction,
@@ -62,6 +65,7 @@ from edge_eval.tokenization import (
 
 Progress = Callable[[int, int], None]  # prompts done, prompts in all
 Reader = LetterReader | TextReader
+Jobs: TypeAlias = npt.NDArray[np.int32]  # (jobs, 2): which run, which of its prompts
 
 
 def evaluate(
@@ -93,11 +97,24 @@ def evaluate_together(
     The configs differ in how questions are put, not in model, scenario, reuse or threads.
     Errors: as evaluate().
     """
+    _answer_all(configs, record_paths, on_progress, on_note, hashes=hashes)
+    # The model and the prompts are gone, and what they took serves for the records.
+    return [read_record(path) for path in record_paths]
+
+
+def _answer_all(
+    configs: Sequence[RunConfig],
+    record_paths: Sequence[Path],
+    on_progress: Progress | None,
+    on_note: Callable[[str], None] | None,
+    *,
+    hashes: bool,
+) -> None:
     first = configs[0]
     for config in configs:
         check_settings(config)
     begun = [find_unfinished(path) for path in record_paths]
-    if all(record is not None and record.complete for record in begun):
+    if all(there is not None and there.record.complete for there in begun):
         raise RecordError(
             f"{record_paths[0]} exists already and is complete: name another with -o, or remove it."
         )
@@ -114,7 +131,7 @@ def evaluate_together(
         new_record(
             config,
             cell.manifest,
-            cell.questions.fingerprint,
+            cell.data,
             environment,
             scoring_facts(cell, config),
         )
@@ -122,10 +139,9 @@ def evaluate_together(
     ]
     for path, there, run in zip(record_paths, begun, runs, strict=True):
         if there is not None:
-            check_same_run(path, there, run)
+            check_same_run(path, there.record, run)
             if on_note:
                 on_note(_resume_note(path, there, run))
-    del begun, there  # of a run that goes on, all that was answered
     with contextlib.ExitStack() as stack:
         answering = (_ask_endpoint if first.endpoint else _ask_model)(cells, configs, environment)
         stack.callback(answering.close)
@@ -133,19 +149,13 @@ def evaluate_together(
             stack.enter_context(resume_record(path, run))
             for path, run in zip(record_paths, runs, strict=True)
         ]
-        # A list of pairs: which run, which of its prompts.
-        jobs = [
-            (c, i)
-            for c, cell in enumerate(cells)
-            for i in range(len(cell.prompts))
-            if i not in records[c].answered
-        ]
+        jobs = _find_jobs(cells, records)
         n_before = sum(len(record.answered) for record in records)
         if on_progress and n_before:
             on_progress(n_before, n_before + len(jobs))
         started = time.perf_counter()
         for done, (job, answer) in enumerate(answering.answer(jobs), start=1):
-            c, i = jobs[job]
+            c, i = jobs[job].tolist()
             records[c].append(predict(cells[c], i, answer, configs[c]))
             if on_progress:
                 on_progress(n_before + done, n_before + len(jobs))
@@ -156,18 +166,23 @@ def evaluate_together(
             **answering.observe(),
         }
         for record, cell in zip(records, cells, strict=True):
-            record.finish(observed, len(cell.prompts))
-    return [read_record(path) for path in record_paths]
+            record.finish(observed, len(cell.asked))
 
 
-Job = tuple[int, int]  # which run, which of its prompts
+def _find_jobs(cells: Sequence[Preparation], records: Sequence[RecordWriter]) -> Jobs:
+    """What is not answered yet, run by run in the data's order."""
+    jobs = []
+    for c, (cell, record) in enumerate(zip(cells, records, strict=True)):
+        missing = np.setdiff1d(np.arange(len(cell.asked), dtype=np.int32), record.answered)
+        jobs.append(np.stack([np.full_like(missing, c), missing], axis=1))
+    return np.concatenate(jobs)
 
 
 @dataclass(frozen=True, slots=True)
 class Answering:
     """Where a run's answers come from: a model opened here, or an endpoint."""
 
-    answer: Callable[[Sequence[Job]], Iterator[tuple[int, Answer | None]]]
+    answer: Callable[[Jobs], Iterator[tuple[int, Answer | None]]]  # a job's number and answer
     observe: Callable[[], Mapping[str, Any]]  # what was seen once, told at the end
     close: Callable[[], None] = lambda: None
 
@@ -185,13 +200,13 @@ def _ask_model(
             "or not faithfully), so there is nothing to reuse: run it with --reuse none."
         )
     readers = [_reader(model, *pair) for pair in zip(cells, configs, strict=True)]
-    first_s = _warm_up(readers[0], _fitting(cells[0]), config.warmup)
+    first_s = _warm_up(readers[0], cells[0].asked, manifest.max_length, config.warmup)
 
     def observe() -> dict[str, Any]:
         seen = {"load_s": model.load_s, "first_call_s": first_s}
         return seen | {"disk_bytes": size_on_disk(manifest)} | peak_memory()
 
-    def answer(jobs: Sequence[Job]) -> Iterator[tuple[int, Answer | None]]:
+    def answer(jobs: Jobs) -> Iterator[tuple[int, Answer | None]]:
         return _answer(cells, readers, jobs, config, environment["streams"])
 
     return Answering(answer, observe)
@@ -217,21 +232,21 @@ def _ask_endpoint(
     config = configs[0]
     endpoint = connect(config)
 
-    def ask(job: Job) -> Answer | None:
-        cell, settings = cells[job[0]], configs[job[0]]
-        request = cell.requests[job[1]]
+    def ask(c: int, i: int) -> Answer | None:
+        cell, settings = cells[c], configs[c]
+        request = cell.asked.request(i)
         if settings.scoring in TEXT_SCORING_METHODS:
             return endpoint.read_text(request, settings.max_new_tokens)
         letters = tuple(text for (text,) in cell.letters.pieces)
         return endpoint.read_letters(request, letters, settings.top_logprobs)
 
     started = time.perf_counter()
-    ask((0, 0))
+    ask(0, 0)
     first_s = time.perf_counter() - started
 
-    def answer(jobs: Sequence[Job]) -> Iterator[tuple[int, Answer | None]]:
+    def answer(jobs: Jobs) -> Iterator[tuple[int, Answer | None]]:
         waiting = SharedIterator(enumerate(jobs))
-        sources = [((n, ask(job)) for n, job in waiting) for _ in range(config.concurrency)]
+        sources = [((n, ask(*job)) for n, job in waiting) for _ in range(config.concurrency)]
         return merge(sources, wait=False)
 
     def observe() -> dict[str, Any]:
@@ -266,12 +281,12 @@ def choose_scoring(config: RunConfig) -> str:
         endpoint.close()
 
 
-def _resume_note(path: Path, there: RunRecord, here: RunRecord) -> str:
-    unlike = other_environment(there, here)
+def _resume_note(path: Path, there: Begun, here: RunRecord) -> str:
+    unlike = other_environment(there.record, here)
     elsewhere = (
         f" It was begun with other {', '.join(unlike)}; both are recorded." if unlike else ""
     )
-    return f"{path} goes on: {len(there.predictions):,} answers are there already.{elsewhere}"
+    return f"{path} goes on: {len(there.answered):,} answers are there already.{elsewhere}"
 
 
 def _streams(config: RunConfig) -> dict[str, Any]:
@@ -283,55 +298,58 @@ def _streams(config: RunConfig) -> dict[str, Any]:
     return {"threads": threads, "streams": streams}
 
 
-def _fitting(prepared: Preparation) -> list[EncodedPrompt]:
-    limit = prepared.manifest.max_length
-    return [item for item in prepared.encoded if len(item.input_ids) <= limit]
-
-
 def _answer(
     cells: Sequence[Preparation],
     readers: Sequence[Reader],
-    jobs: Sequence[Job],
+    jobs: Jobs,
     config: RunConfig,
     n_streams: int,
 ) -> Iterator[tuple[int, Answer | None]]:
     """Each job's index and answer as they come; None for a prompt that is too long."""
-    encoded = [cells[c].encoded[i] for c, i in jobs]
-    limit = cells[0].manifest.max_length
-    fits = [job for job, item in enumerate(encoded) if len(item.input_ids) <= limit]
-    yield from ((job, None) for job in sorted(set(range(len(jobs))) - set(fits)))
+    n_tokens = np.concatenate(
+        [cell.asked.n_tokens[jobs[jobs[:, 0] == c, 1]] for c, cell in enumerate(cells)]
+    )
+    fit = n_tokens <= cells[0].manifest.max_length
+    fits = np.flatnonzero(fit)
+    yield from ((int(job), None) for job in np.flatnonzero(~fit))
 
     def read(job: int) -> tuple[int, Answer]:
-        return job, readers[jobs[job][0]].read(encoded[job].input_ids)
+        c, i = jobs[job]
+        return job, readers[c].read(cells[c].asked.input_ids(i))
 
     def read_sharing(steps: Sequence[Step]) -> Iterator[tuple[int, Answer]]:
         stack = PrefixStack(readers[0].model, BUDGET_BYTES // n_streams)
         for step in steps:
-            job = fits[step.index]
+            job = int(fits[step.index])
+            c, i = jobs[job]
+            input_ids = cells[c].asked.input_ids(i)
             start = time.perf_counter()
-            past, rest = stack.begin(encoded[job].input_ids, step)
-            answer = readers[jobs[job][0]].read(rest, past)
+            past, rest = stack.begin(input_ids, step)
+            answer = readers[c].read(rest, past)
             # The beginning's time belongs to the question that needed it first.
             yield job, replace(answer, latency_s=time.perf_counter() - start)
 
     if config.reuse == "shared":
-        steps = plan([encoded[job] for job in fits])
+        steps = plan([cells[c].asked.token_ids(i) for c, i in jobs[fits]])
         yield from merge(read_sharing(part) for part in streams(steps, n_streams))
     elif n_streams == 1:
-        yield from map(read, fits)
+        yield from map(read, map(int, fits))
     else:
         # Longest first: the last to finish is then a short one.
-        waiting = SharedIterator(sorted(fits, key=lambda job: -len(encoded[job].input_ids)))
+        longest_first = fits[np.argsort(-n_tokens[fits], kind="stable")]
+        waiting = SharedIterator(map(int, longest_first))
         yield from merge(map(read, waiting) for _ in range(n_streams))
 
 
-def _warm_up(reader: Reader, encoded: Sequence[EncodedPrompt], n: int) -> float | None:
+def _warm_up(reader: Reader, asked: AskedPrompts, max_length: int, n: int) -> float | None:
     """Run prompts of the run's own lengths, shortest to longest; the first call's time."""
-    by_length = sorted(encoded, key=lambda item: len(item.input_ids))
+    by_length = np.argsort(asked.n_tokens, kind="stable")
+    n_fitting = int((asked.n_tokens <= max_length).sum())
     first_s = None
-    for step in range(min(n, len(by_length))):
+    for step in range(min(n, n_fitting)):
+        input_ids = asked.input_ids(by_length[(n_fitting - 1) * step // max(1, n - 1)])
         start = time.perf_counter()
-        reader.read(by_length[(len(by_length) - 1) * step // max(1, n - 1)].input_ids)
+        reader.read(input_ids)
         first_s = first_s or time.perf_counter() - start
     return first_s
 
@@ -340,49 +358,47 @@ def predict(
     prepared: Preparation, index: int, answer: Answer | None, config: RunConfig
 ) -> Prediction:
     """The option chosen from an answer, or why none was; ``answer`` None for a prompt too long."""
-    prompt, letters = prepared.prompts[index], prepared.letters.letters
-    question = rotate(prepared.asked[index], prompt.rotation)
+    asked, letters = prepared.asked[index], prepared.letters.letters
     values: tuple[float | None, ...] = (None,) * len(letters)
     decision, status = None, Status.TOO_LONG
     generated, matched = None, None
     if isinstance(answer, LetterLogits):
         values = tuple(float(v) if math.isfinite(v) else None for v in answer.values)
         scores = SCORING_METHODS[config.scoring](
-            option_logits(values, prompt.letters, letters), prompt.letters
+            option_logits(values, asked.letters, letters), asked.letters
         )
         decision = decide(scores, partial=bool(config.endpoint))
     elif isinstance(answer, GeneratedText):
         decision = Decision(None, tied=False)
         if answer.text is not None:
             generated = bounded(answer.text)
-            found = TEXT_SCORING_METHODS[config.scoring](generated, prompt.letters)
+            found = TEXT_SCORING_METHODS[config.scoring](generated, asked.letters)
             matched = found is not None
-            drawn = draw_option(config.seed, question.id, prompt.rotation, len(prompt.letters))
+            drawn = draw_option(config.seed, asked.question_id, asked.rotation, len(asked.letters))
             decision = Decision(drawn if found is None else found, tied=False)
     if decision is not None and decision.predicted is not None:
         status = Status.SCORED
     elif decision is not None:
         status = Status.UNSEEN if config.endpoint else Status.INVALID
-    n_tokens = len(prepared.encoded[index].input_ids) if prepared.encoded else 0
     return Prediction(
-        question_id=question.id,
-        group=question.group,
-        subject=question.subject,
-        level=question.level,
-        country=question.country,
-        has_context=bool(question.context),
-        negated=metrics.is_negated(question.text),
-        n_characters=len(question.context) + len(question.text),
-        letters=prompt.letters,
-        answer=question.answer,
+        question_id=asked.question_id,
+        group=asked.group,
+        subject=asked.subject,
+        level=asked.level,
+        country=asked.country,
+        has_context=asked.has_context,
+        negated=asked.negated,
+        n_characters=asked.n_characters,
+        letters=asked.letters,
+        answer=asked.answer,
         predicted=decision.predicted if decision else None,
         tied=decision.tied if decision else False,
         letter_logits=values,
-        n_tokens=answer.n_tokens if answer and answer.n_tokens else n_tokens,
+        n_tokens=answer.n_tokens if answer and answer.n_tokens else asked.n_tokens,
         latency_s=answer.latency_s if answer else None,
         status=status,
-        n_shots=prompt.n_shots,
-        rotation=prompt.rotation,
+        n_shots=asked.n_shots,
+        rotation=asked.rotation,
         index=index,
         generated=generated,
         matched=matched,

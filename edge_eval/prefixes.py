@@ -8,11 +8,14 @@ current prompt are kept. Sharing is decided on the ids of whole prompts, never o
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from edge_eval.schema import EncodedPrompt, Int64Array
+from edge_eval.schema import Int64Array
+
+TokenIds: TypeAlias = npt.NDArray[np.integer[Any]]  # (seq,) of one prompt
 
 # What a pass costs before its first token, in tokens: every weight is read from memory once more.
 # A beginning is worth keeping when it spares more than that to all who share it.
@@ -31,10 +34,11 @@ class Step:
     n_valid: int  # how many of them the prompt before left behind
 
 
-def plan(prompts: Sequence[EncodedPrompt]) -> list[Step]:
+def plan(prompts: Sequence[TokenIds]) -> list[Step]:
     """The prompts in lexicographic order, each with the beginnings worth keeping on its way."""
-    order = sorted(range(len(prompts)), key=lambda i: prompts[i].input_ids.tolist())
-    shared = [common_length(prompts[a].input_ids, prompts[b].input_ids) for a, b in pairwise(order)]
+    # Bytes, the highest first, are in the order of the numbers that they are of.
+    order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">u4").tobytes())
+    shared = [common_length(prompts[a], prompts[b]) for a, b in pairwise(order)]
     paths: list[tuple[int, ...]] = [()] * len(order)
     owners: list[tuple[int, ...]] = [()] * len(order)  # the first prompt of each kept beginning
     waiting: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = [(0, len(order), (), ())]
@@ -63,7 +67,7 @@ def _n_common(a: Sequence[object], b: Sequence[object]) -> int:
     )
 
 
-def common_length(a: Int64Array, b: Int64Array) -> int:
+def common_length(a: TokenIds, b: TokenIds) -> int:
     """How many tokens two prompts share; one token at least is left to compute in each."""
     n = min(len(a), len(b)) - 1
     different = np.flatnonzero(a[:n] != b[:n])

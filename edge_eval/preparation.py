@@ -1,19 +1,20 @@
 """RunConfig -> Preparation: all of a run that needs no forward pass, and what must fail before one.
 
-Questions are read, prompts rendered and tokenised, letters found; a setting that contradicts
-another, a model that does not fit the memory and a prompt of another vocabulary end here.
+Questions are read, prompts rendered and tokenised (asking.py), letters found; a setting that
+contradicts another, a model that does not fit the memory and a prompt of another vocabulary end
+here. So do the texts: what is left of a question is what its prediction records.
 """
 
-import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from edge_eval import __version__
-from edge_eval.chat import ChatTemplate, has_chat_template, load_chat_template
+from edge_eval.asking import AskedPrompts, Asker
+from edge_eval.chat import has_chat_template, load_chat_template
 from edge_eval.endpoint import check_url
 from edge_eval.environment import (
     describe_machine,
@@ -22,19 +23,9 @@ from edge_eval.errors import DataError, ModelError, OptionError, ScoringError
 from edge_eval.letters import ARABIC, LATIN, describe_letter
 from edge_eval.model_dir import TOKENIZER, UNKNOWN, graphs_of, unknown_manifest
 from edge_eval.onnx_folder import is_as_found, read_any_manifest
-from edge_eval.prompts import PromptTemplate, render, rotate, shot_text, wording_of
+from edge_eval.prompts import PromptTemplate
 from edge_eval.questions import fingerprint_questions, load_questions
-from edge_eval.run_record import (
-    to_json,
-)
-from edge_eval.schema import (
-    EncodedPrompt,
-    ExportManifest,
-    Prompt,
-    Question,
-    QuestionSet,
-    RunConfig,
-)
+from edge_eval.schema import DataFingerprint, ExportManifest, QuestionSet, RunConfig
 from edge_eval.scoring import (
     PROTOCOLS,
     SCORING_METHODS,
@@ -43,9 +34,6 @@ from edge_eval.scoring import (
 )
 from edge_eval.tokenization import (
     LetterTokens,
-    encode_chat,
-    encode_prompts,
-    letter_inside,
     letter_tokens,
     load_tokenizer,
     vocabulary_size,
@@ -72,14 +60,12 @@ class Preparation:
     """All of a run that needs no forward pass."""
 
     manifest: ExportManifest
-    questions: QuestionSet
-    asked: tuple[Question, ...]  # one per prompt: a question stands once per rotation
-    prompts: tuple[Prompt, ...]
-    encoded: tuple[EncodedPrompt, ...]  # empty where an endpoint has the tokenizer
+    data: DataFingerprint
+    asked: AskedPrompts
     letters: LetterTokens  # the ten measured, in the order of letter_logits
     notes: tuple[str, ...]
+    shots_sha256: str | None
     chat_template_sha256: str | None
-    requests: tuple[Mapping[str, Any], ...] = ()  # what an endpoint is sent, one per prompt
 
 
 def prepare(
@@ -106,28 +92,26 @@ def prepare(
     tokenizer = load_tokenizer(directory)
     chat = load_chat_template(config.chat_template, directory)
     asker = Asker(config, questions, tokenizer, chat, manifest.max_length, own_text=own_text)
-    asked = _askings(config, questions)
-    prompts, encoded = asker.ask_all(asked)
+    asked = asker.ask_all()
     reads_text = config.scoring in TEXT_SCORING_METHODS
     spell = _unspelt_letters if reads_text else partial(ten_letters, tokenizer, own_text=own_text)
     letters = spell(asker.wording)
-    check_vocabulary(directory, manifest, encoded, vocabulary_size(tokenizer))
-    if all(len(item.input_ids) > manifest.max_length for item in encoded):
+    check_vocabulary(directory, manifest, asked, vocabulary_size(tokenizer))
+    if asked.n_tokens.min() > manifest.max_length:
         raise DataError(
             f"every prompt is longer than the {manifest.max_length} tokens that {manifest.name} "
             "can take: nothing can be scored."
         )
-    notes = _notes(config, manifest, letters, prompts)
+    notes = _notes(config, manifest, letters, asked)
     if manifest.encoder_decoder:
-        notes += _encoder_decoder_notes(config, manifest, tokenizer, encoded, letters)
+        notes += _encoder_decoder_notes(config, manifest, tokenizer, asked, letters)
     return Preparation(
         manifest,
-        questions,
-        tuple(question for question, _ in asked),
-        tuple(prompts),
-        tuple(encoded),
+        questions.fingerprint,
+        asked,
         letters,
         tuple(notes),
+        _hash_shots(config, questions),
         chat.sha256 if chat else None,
     )
 
@@ -136,8 +120,6 @@ def _prepare_endpoint(config: RunConfig) -> Preparation:
     """The same for an endpoint, which tokenises what it is sent in its own way."""
     questions = load_questions(config)
     asker = Asker(config, questions, None, None, 0)
-    asked = _askings(config, questions)
-    prompts, requests = asker.request_all(asked)
     manifest = unknown_manifest(
         config.model, check_url(config.endpoint), {"edge_eval": __version__}
     )
@@ -151,24 +133,18 @@ def _prepare_endpoint(config: RunConfig) -> Preparation:
         )
     return Preparation(
         manifest,
-        questions,
-        tuple(question for question, _ in asked),
-        tuple(prompts),
-        (),
+        questions.fingerprint,
+        asker.request_all(),
         _unspelt_letters(asker.wording),
         tuple(notes),
+        _hash_shots(config, questions),
         "the server's" if config.chat_template == "server" else None,
-        tuple(requests),
     )
 
 
-def _askings(config: RunConfig, questions: QuestionSet) -> list[tuple[Question, int]]:
-    """Every question with the rotations in which it is asked."""
-    return [
-        (question, rotation)
-        for question in questions.test
-        for rotation in range(len(question.options) if config.permute else 1)
-    ]
+def _hash_shots(config: RunConfig, questions: QuestionSet) -> str | None:
+    shots = [shot for rows in questions.shots.values() for shot in rows[: config.shots]]
+    return fingerprint_questions(shots) if config.shots else None
 
 
 def _unspelt_letters(template: PromptTemplate) -> LetterTokens:
@@ -180,7 +156,7 @@ def _unspelt_letters(template: PromptTemplate) -> LetterTokens:
 
 
 def _notes(
-    config: RunConfig, manifest: ExportManifest, letters: LetterTokens, prompts: Sequence[Prompt]
+    config: RunConfig, manifest: ExportManifest, letters: LetterTokens, asked: AskedPrompts
 ) -> list[str]:
     """What a user should know about this run before it begins."""
     directory = Path(config.model)
@@ -199,8 +175,7 @@ def _notes(
     ]
     if several:
         notes.append(f"scored in several steps, having no token of their own: {', '.join(several)}")
-    fewer = sum(prompt.n_shots < config.shots for prompt in prompts)
-    if fewer:
+    if fewer := asked.n_with_fewer_shots(config.shots):
         notes.append(f"{fewer:,} prompts have fewer than {config.shots} shots.")
     return notes
 
@@ -209,7 +184,7 @@ def _encoder_decoder_notes(
     config: RunConfig,
     manifest: ExportManifest,
     tokenizer: Any,
-    encoded: Sequence[EncodedPrompt],
+    asked: AskedPrompts,
     letters: LetterTokens,
 ) -> list[str]:
     """What is particular to asking an encoder-decoder."""
@@ -232,8 +207,7 @@ def _encoder_decoder_notes(
             "an encoder reads a prompt from both ends, so no beginning can be shared: every prompt "
             "is computed whole (--reuse none)."
         )
-    longer = sum(len(item.input_ids) > (manifest.trained_length or math.inf) for item in encoded)
-    if longer:
+    if longer := int((asked.n_tokens > (manifest.trained_length or math.inf)).sum()):
         notes.append(
             f"{longer:,} prompts are longer than the {manifest.trained_length:,} tokens this model "
             "states; its positions are relative, and they are asked whole, as the paper's code does."
@@ -248,146 +222,11 @@ def decoder_input(config: RunConfig, manifest: ExportManifest) -> tuple[int, ...
     return decoder_input_ids(manifest, config.template)
 
 
-class Asker:
-    """Questions -> prompts and token ids, under one run's settings."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        questions: QuestionSet,
-        tokenizer: Any,
-        chat: ChatTemplate | None,
-        max_length: int,
-        *,
-        own_text: bool = False,
-    ) -> None:
-        self._config = config
-        self._questions = questions
-        self._tokenizer = tokenizer
-        self._chat = chat
-        self._max_length = max_length
-        self._space_with_letter = False
-        # An encoder-decoder's answer is a text of its own: no cue's space stands before its letter.
-        if config.shots and chat is None and tokenizer is not None and not own_text:
-            self._space_with_letter = self._choose_letter_form()
-        self.wording = wording_of(config.template, space_with_letter=self._space_with_letter)
-        if chat is not None or config.chat_template == "server":
-            # Behind the assistant's header the answer begins: no separator of our own.
-            self.wording = replace(self.wording, letter_prefix="")
-
-    def ask_all(
-        self, asked: Sequence[tuple[Question, int]]
-    ) -> tuple[list[Prompt], list[EncodedPrompt]]:
-        """Every prompt with its ids; a prompt that is too long loses its shots one by one."""
-        prompts = [self._render(q, self._shots(q), rotation) for q, rotation in asked]
-        encoded = self._encode(prompts, asked)
-        for index, (question, rotation) in enumerate(asked):
-            while len(encoded[index].input_ids) > self._max_length and prompts[index].n_shots:
-                shots = self._shots(question)[: prompts[index].n_shots - 1]
-                prompts[index] = self._render(question, shots, rotation)
-                encoded[index] = self._encode([prompts[index]], [(question, rotation)])[0]
-        return prompts, encoded
-
-    def request_all(
-        self, asked: Sequence[tuple[Question, int]]
-    ) -> tuple[list[Prompt], list[dict[str, Any]]]:
-        """Every prompt with what an endpoint is sent: the text, or the messages of a chat."""
-        is_chat = self._config.chat_template == "server"
-        system = self._config.system_prompt
-        prompts, requests = [], []
-        for question, rotation in asked:
-            shots = self._shots(question)
-            prompt = self._render(question, () if is_chat else shots, rotation)
-            prompts.append(replace(prompt, n_shots=len(shots)))
-            messages = [{"role": "system", "content": system}] if system else []
-            for shown, letter in self._turns(shots):
-                messages.append({"role": "user", "content": shown})
-                messages.append({"role": "assistant", "content": letter})
-            messages.append({"role": "user", "content": prompt.text})
-            requests.append({"messages": messages} if is_chat else {"prompt": prompt.text})
-        return prompts, requests
-
-    def _turns(self, shots: Sequence[Question]) -> list[tuple[str, str]]:
-        return [(self.wording.write(shot), self.wording.letters[shot.answer]) for shot in shots]
-
-    def _shots(self, question: Question) -> tuple[Question, ...]:
-        """The question's task's first few-shot rows, itself never among them.
-
-        Errors: DataError when the task has fewer than asked and that was not allowed.
-        """
-        rows = [
-            shot
-            for shot in self._questions.shots.get(question.task, ())
-            if (shot.context, shot.text, shot.options)
-            != (question.context, question.text, question.options)
-        ]
-        if len(rows) < self._config.shots and not self._config.allow_fewer_shots:
-            raise DataError(
-                f"{question.task} has {len(rows)} few-shot rows for question {question.id} and "
-                f"{self._config.shots} were asked for. Ask for fewer with --shots, or let tasks have "
-                "what they have with --allow-fewer-shots."
-            )
-        return tuple(rows[: self._config.shots])
-
-    def _render(self, question: Question, shots: Sequence[Question], rotation: int) -> Prompt:
-        prompt = render(
-            question,
-            self._config.template,
-            () if self._chat else shots,
-            space_with_letter=self._space_with_letter,
-            rotation=rotation,
-        )
-        if self._chat is None:
-            return prompt
-        text = self._chat.render(self._turns(shots), prompt.text, self._config.system_prompt)
-        return replace(prompt, text=text, n_shots=len(shots))
-
-    def _encode(
-        self, prompts: Sequence[Prompt], asked: Sequence[tuple[Question, int]]
-    ) -> list[EncodedPrompt]:
-        if self._chat is None:
-            return list(encode_prompts(self._tokenizer, prompts))
-        return [
-            EncodedPrompt(
-                prompt.question_id,
-                encode_chat(self._tokenizer, prompt.text, self._parts(prompt, q)),
-            )
-            for prompt, (q, _) in zip(prompts, asked, strict=True)
-        ]
-
-    def _parts(self, prompt: Prompt, question: Question) -> list[str]:
-        """The questions' own texts in a chat, shots first, in the order they stand there."""
-        shown = [*self._shots(question)[: prompt.n_shots], rotate(question, prompt.rotation)]
-        return [part for q in shown for part in (q.context, q.text, *q.options)]
-
-    def _choose_letter_form(self) -> bool:
-        """Whether the cue's last space must go with the letter, so that shots show what is scored.
-
-        Errors: ScoringError when the shots' letters are other tokens either way.
-        """
-        shot = next((rows[0] for rows in self._questions.shots.values() if rows), None)
-        if shot is None:
-            return False
-        for space_with_letter in (False, True):
-            wording = wording_of(self._config.template, space_with_letter=space_with_letter)
-            scored = letter_tokens(self._tokenizer, wording.letters[:1], wording.letter_prefix)
-            text = shot_text(replace(shot, answer=0), wording) + "\n\n"
-            shown = wording.letter_prefix + wording.letters[0]
-            if letter_inside(self._tokenizer, text, shown) == scored.ids[0]:
-                return space_with_letter
-        raise ScoringError(
-            f"inside a shot this tokenizer reads {describe_letter(wording.letters[0])} as other "
-            "tokens than behind the last cue, so shots would teach letters that are not scored. "
-            "Run without --shots."
-        )
-
-
 def check_vocabulary(
-    directory: Path, manifest: ExportManifest, encoded: Sequence[EncodedPrompt], n_ids: int
+    directory: Path, manifest: ExportManifest, asked: AskedPrompts, n_ids: int
 ) -> None:
     """Raise ModelError when the prompts hold ids the embedding table has no row for."""
-    largest = max(int(item.input_ids.max(initial=0)) for item in encoded)
-    if largest >= manifest.vocab_size:
+    if (largest := asked.largest_token_id()) >= manifest.vocab_size:
         raise ModelError(
             f"the tokenizer in {directory} makes token {largest} and the model has "
             f"{manifest.vocab_size} (the tokenizer knows {n_ids}): it belongs to another model."
@@ -450,25 +289,15 @@ def check_memory(manifest: ExportManifest, environment: Mapping[str, Any]) -> No
 
 def scoring_facts(cell: Preparation, config: RunConfig) -> dict[str, Any]:
     """What decides the answers beside the config: read back, it tells whether a run is the same."""
-    shots = [shot for rows in cell.questions.shots.values() for shot in rows[: config.shots]]
     several = any(len(ids) > 1 for ids in cell.letters.ids)
-    prompts = hashlib.sha256()
-    for prompt, item in zip(cell.prompts, cell.encoded or cell.requests, strict=True):
-        if isinstance(item, EncodedPrompt):
-            size, content = len(item.input_ids), item.input_ids.astype("<i8").tobytes()
-        else:
-            content = to_json(item).encode("utf-8")
-            size = len(content)
-        prompts.update(f"{prompt.question_id!r} {prompt.rotation} {size}\n".encode())
-        prompts.update(content)
     asked = {"endpoint_model": config.model, "tokenizer": UNKNOWN} if config.endpoint else {}
     normalized = PROTOCOLS[config.protocol].normalized or several or bool(config.endpoint)
     given = decoder_input(config, cell.manifest)
     return asked | {
         **({"decoder_input_ids": given} if given else {}),
-        "shots_sha256": fingerprint_questions(shots) if config.shots else None,
+        "shots_sha256": cell.shots_sha256,
         "chat_template_sha256": cell.chat_template_sha256,
-        "prompts_sha256": prompts.hexdigest(),  # questions with their tokens or texts, in order
+        "prompts_sha256": cell.asked.sha256,  # questions with their tokens or texts, in order
         "letters": cell.letters.letters,
         "letter_ids": cell.letters.ids,
         "letter_pieces": cell.letters.pieces,

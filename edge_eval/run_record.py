@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from io import BufferedReader, FileIO
@@ -23,12 +24,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, TypeVar, cast, get_args, get_origin
 
+import numpy as np
+
 from edge_eval.errors import RecordError
 from edge_eval.letters import ARABIC, LATIN
 from edge_eval.schema import (
     LEVEL_TITLES,
     DataFingerprint,
     ExportManifest,
+    Int64Array,
     Prediction,
     RunConfig,
     RunRecord,
@@ -93,8 +97,8 @@ class RecordWriter:
             self._file.close()
             raise
 
-    def _begin(self, record: RunRecord, found: "_Found | None") -> None:
-        self.answered: frozenset[int] = frozenset()
+    def _begin(self, record: RunRecord, found: "Begun | None") -> None:
+        self.answered: Int64Array = np.empty(0, dtype=np.int64)  # indices of prompts, ascending
         self._complete = False
         self._synced = time.monotonic()
         if found is None:
@@ -102,8 +106,8 @@ class RecordWriter:
             self._write(_header(record))
             return
         check_same_run(self.path, found.record, record)
-        self.answered = frozenset(p.index for p in found.record.predictions)
-        if len(self.answered) < len(found.record.predictions):
+        self.answered = np.unique(found.answered)
+        if len(self.answered) < len(found.answered):
             raise RecordError(f"{self.path} holds a question twice: it cannot be gone on with.")
         self._complete = found.record.complete
         if not self._complete:
@@ -194,16 +198,15 @@ def new_record(
     return RunRecord(config, manifest, data, facts, environment, {}, (), False, created)
 
 
-def find_unfinished(path: Path) -> RunRecord | None:
-    """The record that a run at ``path`` would go on with, complete or not; None for a new one.
+def find_unfinished(path: Path) -> "Begun | None":
+    """What a run that goes on must know of the record that a run at ``path`` would go on with, complete or not; None for a new one.
 
     Errors: RecordError when another run holds the file, or when it is no record.
     """
     if not path.exists():
         return None
     with _open(path, "rb") as file:
-        found = _read_unfinished(path, file)
-    return None if found is None else found.record
+        return _read_unfinished(path, file)
 
 
 # What two halves of one run may differ in: names of things whose content is compared, and
@@ -296,12 +299,15 @@ def _size(file: FileIO) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    record: RunRecord
+class Begun:
+    """A record found on disk, by what a run that goes on with it must know."""
+
+    record: RunRecord  # without its predictions
+    answered: Int64Array  # the index of each prediction, in the file's order
     n_bytes: int  # up to the end of its last whole line
 
 
-def _read_unfinished(path: Path, file: FileIO) -> _Found | None:
+def _read_unfinished(path: Path, file: FileIO) -> Begun | None:
     """The record in a file; None when it is empty or was cut short within its header."""
     file.seek(0)
     start = file.read(len(_BEGINNING)).rstrip(b"\0")
@@ -311,8 +317,12 @@ def _read_unfinished(path: Path, file: FileIO) -> _Found | None:
         raise _exists(path)
     file.seek(0)
     lines = BufferedReader(file)
+    answered = array("q")
     try:
-        return _parse(path, lines) if _has_header(lines) else None
+        if not _has_header(lines):
+            return None
+        record, n_bytes = _parse(path, lines, lambda p: answered.append(p.index))
+        return Begun(record, np.array(answered, dtype=np.int64), n_bytes)
     finally:
         lines.detach()  # the file stays open, and locked
 
@@ -329,17 +339,24 @@ def read_record(path: Path) -> RunRecord:
 
     Errors: RecordError with the line's number.
     """
+    predictions: list[Prediction] = []
     try:
         with path.open("rb") as file:
-            return _parse(path, file).record
+            record, _ = _parse(path, file, predictions.append)
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}.") from error
+    # Streams answer in their own order; the data's order is the same in every scenario.
+    predictions.sort(key=lambda p: p.index)
+    return dataclasses.replace(record, predictions=tuple(predictions))
 
 
-def _parse(path: Path, file: BinaryIO) -> _Found:
-    """The record in a file, of whose lines only the last may lack its end."""
+def _parse(path: Path, file: BinaryIO, take: Callable[[Prediction], None]) -> tuple[RunRecord, int]:
+    """The record in a file without its predictions, and its size up to its last whole line.
+
+    take: is given each prediction. Of the lines only the last may lack its end.
+    """
     record: RunRecord | None = None
-    predictions: list[Prediction] = []
+    n_predictions = 0
     resumed: list[dict[str, Any]] = []
     observed: dict[str, Any] | None = None
     n_bytes, torn = 0, b""
@@ -362,13 +379,14 @@ def _parse(path: Path, file: BinaryIO) -> _Found:
                 _check_version(path, entry)
                 record = _from_header(entry)
             elif kind == "prediction" and record is not None and observed is None:
-                predictions.append(_prediction(entry))
+                take(_prediction(entry))
+                n_predictions += 1
             elif kind == "resumed" and record is not None and observed is None:
                 environment = _facts(entry["environment"], ENVIRONMENT)
                 resumed.append(environment | {"created": entry["created"]})
             elif kind == "end" and record is not None and observed is None:
                 observed = _facts(entry["observed"], OBSERVED)
-                if entry["n_predictions"] != len(predictions):
+                if entry["n_predictions"] != n_predictions:
                     raise ValueError(f"the end marker counts {entry['n_predictions']} questions")
             else:
                 raise ValueError(f"unexpected {kind!r}")
@@ -386,12 +404,10 @@ def _parse(path: Path, file: BinaryIO) -> _Found:
         record,
         environment={**record.environment, **({"resumed": resumed} if resumed else {})},
         observed=observed or {},
-        # Streams answer in their own order; the data's order is the same in every scenario.
-        predictions=tuple(sorted(predictions, key=lambda p: p.index)),
         complete=observed is not None,
         path=str(path),
     )
-    return _Found(whole, n_bytes)
+    return whole, n_bytes
 
 
 def _refuse_constant(name: str) -> float:
