@@ -14,6 +14,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -152,12 +153,22 @@ def load_questions(config: RunConfig) -> QuestionSet:
 
 def fingerprint_questions(questions: Iterable[Question]) -> str:
     """Hash a set of questions, in whatever order: SHA-256 over sorted ASCII JSON arrays, a line each."""
-    lines = []
-    for question in questions:
-        labels = [question.group, question.subject, question.level, question.country]
-        texts = [question.context, question.text, question.options, question.answer, question.split]
-        lines.append(json.dumps([question.id, *labels, *texts]).encode() + b"\n")
-    return hashlib.sha256(b"".join(sorted(lines))).hexdigest()
+    # A line begins with its id, so ids sort the lines: one is held at a time, not all of them.
+    found = hashlib.sha256()
+    for _, same_id in groupby(sorted(questions, key=_id_json), key=_id_json):
+        for line in sorted(map(_fingerprint_line, same_id)):
+            found.update(line)
+    return found.hexdigest()
+
+
+def _id_json(question: Question) -> str:
+    return json.dumps(question.id)
+
+
+def _fingerprint_line(question: Question) -> bytes:
+    labels = [question.group, question.subject, question.level, question.country]
+    texts = [question.context, question.text, question.options, question.answer, question.split]
+    return json.dumps([question.id, *labels, *texts]).encode() + b"\n"
 
 
 def _open_source(data: str) -> tuple[str, str, str | None, Rows]:

@@ -11,6 +11,7 @@ What must be the same in both stands in differences().
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import math
 import os
@@ -451,6 +452,8 @@ def _prediction(entry: dict[str, Any]) -> Prediction:
     for name in _REPEATED:  # held once, not once a question
         if isinstance(fields.get(name), str):
             fields[name] = sys.intern(fields[name])
+    if isinstance(fields.get("letters"), list):
+        fields["letters"] = _held_once(*fields["letters"])
     found = _build(Prediction, fields | {"status": Status(fields["status"])})
     n_options = len(found.letters)
     if len(found.letter_logits) != 10:
@@ -472,6 +475,11 @@ def _prediction(entry: dict[str, Any]) -> Prediction:
     if not all(0 <= n < n_options for n in (found.answer, found.predicted or 0)):
         raise ValueError(f"answer {found.answer}, predicted {found.predicted} of {n_options}")
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def _held_once(*letters: str) -> tuple[str, ...]:
+    return letters
 
 
 def _facts(value: object, kinds: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
@@ -529,7 +537,7 @@ def _build(kind: type[T], fields: dict[str, Any]) -> T:
     known = _FIELD_TYPES[kind]
     for name, value in fields.items():
         is_tuple, types = known.get(name, (False, (object,)))
-        if is_tuple and isinstance(value, list):
+        if is_tuple and isinstance(value, list | tuple):
             values[name] = tuple(value)
         elif is_tuple:
             raise TypeError(f"{name} is {value!r}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_evaluate import config_of, values
+from test_evaluate import config_of, prompts_of, values
 from test_model_dir import copy_model, edit
 
 from edge_eval.bench import measure
@@ -200,8 +200,9 @@ def test_shots_stand_in_the_prompt_and_the_letter_stays_the_papers(
     assert {p.n_shots for p in record.predictions} == {1}
     without = prepare(config_of(tiny_encoder_decoder, limit=4))
     assert record.scoring["letter_ids"] == [list(ids) for ids in without.letters.ids]
-    text = prepare(config_of(tiny_encoder_decoder, shots=1, limit=4)).prompts[0].text
-    assert text.count("Answer: ") == 2
+    config = config_of(tiny_encoder_decoder, shots=1, limit=4)
+    (_, prompt), *_ = prompts_of(config, own_text=True)
+    assert prompt.text.count("Answer: ") == 2
 
 
 def test_a_chat_template_is_refused_in_one_line(tiny_encoder_decoder: Path, tmp_path: Path) -> None:
@@ -221,13 +222,14 @@ def test_a_prompt_beyond_the_stated_length_is_asked_whole(
     checkpoint, directory = t5
     config = config_of(directory, limit=4, shots=3)
     prepared = prepare(config)
-    longest = max(len(item.input_ids) for item in prepared.encoded)
+    longest = prepared.asked.n_tokens.max()
     stated = read_manifest(directory).trained_length
     assert stated is not None
     assert stated < longest < 2048
     assert any("longer than the 512 tokens this model states" in n for n in prepared.notes)
     record = evaluate(config, tmp_path / "record.jsonl")
-    expected = paper_logits(checkpoint, [p.text for p in prepared.prompts], OPTION_LETTERS)
+    texts = [prompt.text for _, prompt in prompts_of(config, own_text=True)]
+    expected = paper_logits(checkpoint, texts, OPTION_LETTERS)
     np.testing.assert_allclose(values(record), expected, atol=1e-4 * np.abs(expected).max())
 
 

@@ -15,6 +15,7 @@ import pytest
 from test_model_dir import copy_model, seal
 from tokenizers import Tokenizer
 
+from edge_eval.asking import Asker
 from edge_eval.errors import (
     DataError,
     EdgeEvalError,
@@ -32,8 +33,9 @@ from edge_eval.preparation import prepare
 from edge_eval.prompts import render
 from edge_eval.questions import load_questions
 from edge_eval.run_record import read_record
-from edge_eval.schema import Question, RunConfig, RunRecord, Status
+from edge_eval.schema import Prompt, Question, RunConfig, RunRecord, Status
 from edge_eval.scoring import PROTOCOLS
+from edge_eval.tokenization import load_tokenizer
 
 EVERY_PROTOCOL = pytest.mark.parametrize("protocol", PROTOCOLS)
 BOS, EOS = 0, 1
@@ -54,6 +56,15 @@ def config_of(model: Path, **settings: Any) -> RunConfig:
     fixed = {"prompt": protocol.prompt, "letters": protocol.letters, "scoring": protocol.scoring}
     fixed = {name: value for name, value in fixed.items() if value is not None}
     return RunConfig(**{"model": str(model), "limit": 12, "threads": 1, **fixed, **settings})
+
+
+def prompts_of(config: RunConfig, *, own_text: bool = False) -> list[tuple[Question, Prompt]]:
+    """The questions and prompts of a run without a chat template, whose texts a run lets go."""
+    model = Path(config.model)
+    limit = read_manifest(model).max_length
+    questions, tokenizer = load_questions(config), load_tokenizer(model)
+    asker = Asker(config, questions, tokenizer, None, limit, own_text=own_text)
+    return [(question, prompt) for question, prompt, _ in asker.prompts()]
 
 
 def values(record: RunRecord) -> Any:
@@ -121,11 +132,11 @@ def test_the_saved_values_are_those_of_the_model(
     protocol: str, run: Callable[..., RunRecord], tiny_model: Path
 ) -> None:
     record = run(protocol=protocol)
-    prepared = prepare(config_of(tiny_model, protocol=protocol))
+    prompts = prompts_of(config_of(tiny_model, protocol=protocol))
     tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
     assert record.scoring["normalized"] or not PROTOCOLS[protocol].normalized
     model = open_model(tiny_model, read_manifest(tiny_model), 1)
-    for prompt, p in zip(prepared.prompts, record.predictions, strict=True):
+    for (_, prompt), p in zip(prompts, record.predictions, strict=True):
         ids = tokenizer.encode(prompt.text).ids
         assert p.n_tokens == len(ids)
         expected = model.all_logits(model.run(np.array(ids))[0]).astype(np.float64)
@@ -231,8 +242,7 @@ def test_a_permuted_run_asks_every_rotation_and_turns_the_answer(
 def test_shots_are_the_tasks_own_rows_in_order(protocol: str, tiny_model: Path) -> None:
     config = config_of(tiny_model, protocol=protocol, shots=3)
     shots = load_questions(config).shots
-    prepared = prepare(config)
-    for question, prompt in zip(prepared.asked, prepared.prompts, strict=True):
+    for question, prompt in prompts_of(config):
         places = [prompt.text.index(row.text) for row in shots[question.task]]
         assert prompt.n_shots == 3
         assert all(a < b for a, b in pairwise([*places, prompt.text.rindex(question.text)]))
@@ -245,7 +255,7 @@ def test_the_scored_question_is_never_its_own_shot(tiny_model: Path, tmp_path: P
     twin = replace(question, id="twin", split="dev")
     rows = [twin, *everything.shots[question.task], question]
     data = write_questions(tmp_path / "data.csv", *rows)
-    prompt = prepare(replace(config, data=data, shots=3, limit=None)).prompts[0]
+    ((_, prompt),) = prompts_of(replace(config, data=data, shots=3, limit=None))
     assert prompt.n_shots == 3
     assert prompt.text.count(question.text) == 1
 
@@ -260,7 +270,7 @@ def test_more_shots_than_a_task_has_are_refused_unless_allowed(
     with pytest.raises(DataError, match=r"has 1 few-shot rows .* and 2 were asked for"):
         prepare(config)
     prepared = prepare(replace(config, allow_fewer_shots=True))
-    assert prepared.prompts[0].n_shots == 1
+    assert prepared.asked[0].n_shots == 1
     assert any("1 prompts have fewer than 2 shots" in note for note in prepared.notes)
 
 
@@ -397,7 +407,7 @@ def test_letters_of_several_tokens_are_scored_in_several_steps(
     assert any("in several steps" in note for note in prepare(config).notes)
     model = open_model(bytes_only, read_manifest(bytes_only), 1)
     first, second = record.scoring["letter_ids"][6]
-    ids = prepare(config).encoded[0].input_ids
+    ids = prepare(config).asked.input_ids(0)
     total = 0.0
     for token_id, behind in ((first, ids), (second, np.append(ids, first))):
         logits = model.all_logits(model.run(behind)[0]).astype(np.float64)
@@ -482,9 +492,10 @@ def hostile(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("shots", [0, 1])
 def test_control_tokens_in_a_row_stay_text(shots: int, hostile: str, tiny_model: Path) -> None:
-    for item in prepare(config_of(tiny_model, data=hostile, shots=shots)).encoded:
-        assert Counter(item.input_ids.tolist())[BOS] == 1
-        assert EOS not in item.input_ids
+    asked = prepare(config_of(tiny_model, data=hostile, shots=shots)).asked
+    for ids in (asked.input_ids(i).tolist() for i in range(len(asked))):
+        assert Counter(ids)[BOS] == 1
+        assert EOS not in ids
 
 
 @pytest.mark.parametrize("shots", [0, 1])
@@ -495,8 +506,8 @@ def test_control_tokens_in_a_row_stay_text_in_a_chat(
     chatty = copy_model(tiny_model, tmp_path)
     (chatty / "chat_template.jinja").write_text(CHAT)
     settings = {"chat_template": "auto", "shots": shots, "permute": permute}
-    for item in prepare(config_of(seal(chatty), data=hostile, **settings)).encoded:
-        ids = item.input_ids.tolist()
+    asked = prepare(config_of(seal(chatty), data=hostile, **settings)).asked
+    for ids in (asked.input_ids(i).tolist() for i in range(len(asked))):
         # The template's own: one BOS, and an EOS behind each turn.
         assert (ids[0], ids.count(BOS), ids.count(EOS)) == (BOS, 1, 1 + 2 * shots)
 
@@ -537,7 +548,8 @@ def test_a_generated_answer_is_the_models_own_text(
     record = run(scoring="generated", max_new_tokens=n)
     tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
     model = open_model(tiny_model, read_manifest(tiny_model), 1)
-    for prompt, p in zip(prepare(config_of(tiny_model)).prompts, record.predictions, strict=True):
+    prompts = prompts_of(config_of(tiny_model))
+    for (_, prompt), p in zip(prompts, record.predictions, strict=True):
         ids = tokenizer.encode(prompt.text).ids
         for _ in range(n):
             following = int(np.argmax(model.all_logits(model.run(np.array(ids))[0])))

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from edge_eval.model import Model, open_model
 from edge_eval.model_dir import read_manifest
 from edge_eval.prefixes import PASS_COST_TOKENS, PrefixStack, common_length, plan, streams
-from edge_eval.schema import EncodedPrompt, Int64Array
+from edge_eval.schema import Int64Array
 
 ids_strategy = st.lists(st.integers(0, 2), min_size=1, max_size=90)
 
 
-def encode(*prompts: list[int]) -> list[EncodedPrompt]:
-    return [EncodedPrompt(str(i), np.array(ids, dtype=np.int64)) for i, ids in enumerate(prompts)]
+def encode(*prompts: list[int]) -> list[Int64Array]:
+    return [np.array(ids, dtype=np.int64) for ids in prompts]
 
 
 class Tape:
@@ -42,7 +42,7 @@ def test_every_prompt_is_continued_from_its_own_beginning(
     for part in streams(plan(encoded), n_streams):
         stack = PrefixStack(Tape())
         for step in part:
-            past, rest = stack.begin(encoded[step.index].input_ids, step)
+            past, rest = stack.begin(encoded[step.index], step)
             whole = np.concatenate([past[0], rest]) if past else rest
             assert whole.tolist() == prompts[step.index]
             assert len(rest) >= 1
@@ -54,7 +54,7 @@ def test_every_prompt_is_continued_from_its_own_beginning(
 def test_sharing_never_reads_more_tokens_than_not_sharing(prompts: list[list[int]]) -> None:
     encoded, tape = encode(*prompts), Tape()
     stack = PrefixStack(tape)
-    remaining = sum(len(stack.begin(encoded[s.index].input_ids, s)[1]) for s in plan(encoded))
+    remaining = sum(len(stack.begin(encoded[s.index], s)[1]) for s in plan(encoded))
     assert remaining + tape.n_tokens <= sum(map(len, prompts))
 
 
@@ -79,7 +79,7 @@ def test_the_budget_bounds_what_is_kept() -> None:
     encoded = encode(*([1] * 100 + [2] * 100 + [i, i] for i in range(5)))
     stack = PrefixStack(Tape(), budget_bytes=10)
     for step in plan(encoded):
-        stack.begin(encoded[step.index].input_ids, step)
+        stack.begin(encoded[step.index], step)
         assert sum(past[0].nbytes for _, past in stack._kept[1:]) <= 10
 
 
@@ -101,9 +101,9 @@ def test_sharing_changes_no_hidden_state(model: Model) -> None:
     encoded = encode(*prompts)
     stack = PrefixStack(model)
     for step in plan(encoded):
-        past, rest = stack.begin(encoded[step.index].input_ids, step)
+        past, rest = stack.begin(encoded[step.index], step)
         shared, _ = model.run(rest, past)
-        whole, _ = model.run(encoded[step.index].input_ids)
+        whole, _ = model.run(encoded[step.index])
         np.testing.assert_allclose(shared, whole, atol=1e-4 * float(np.abs(whole).max()))
 
 
