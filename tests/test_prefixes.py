@@ -50,6 +50,11 @@ def test_every_prompt_is_continued_from_its_own_beginning(
     assert sorted(seen) == list(range(len(prompts)))
 
 
+@given(st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=4)))
+def test_prompts_are_taken_in_the_order_of_their_ids(prompts: list[list[int]]) -> None:
+    assert [prompts[step.index] for step in plan(encode(*prompts))] == sorted(prompts)
+
+
 @given(st.lists(ids_strategy, min_size=1, max_size=12))
 def test_sharing_never_reads_more_tokens_than_not_sharing(prompts: list[list[int]]) -> None:
     encoded, tape = encode(*prompts), Tape()

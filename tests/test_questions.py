@@ -779,6 +779,20 @@ def test_the_fingerprint_never_changes_its_encoding():
     assert fingerprint_questions([question]) == hashlib.sha256(line.encode()).hexdigest()
 
 
+@given(st.lists(st.text('1 ,"\\\\س', max_size=3), max_size=8))
+def test_the_fingerprint_is_of_the_sorted_lines_whatever_the_ids(ids: list[str]) -> None:
+    questions = [
+        Question(name, "STEM", "Biology", "High", "", "", f"{n % 3}", ("a", "b"), 0, "test")
+        for n, name in enumerate(ids)
+    ]
+    lines = [
+        f"{json.dumps([name, 'STEM', 'Biology', 'High', '', '', f'{n % 3}', ['a', 'b'], 0, 'test'])}\n"
+        for n, name in enumerate(ids)
+    ]
+    whole = "".join(sorted(lines)).encode()
+    assert fingerprint_questions(questions) == hashlib.sha256(whole).hexdigest()
+
+
 # ---- the bundled sample and the real rows
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from edge_eval.errors import RecordError
 from edge_eval.evaluate import evaluate, evaluate_together
 from edge_eval.questions import load_questions
 from edge_eval.run_record import (
+    Begun,
     find_unfinished,
     new_record,
     open_record,
@@ -407,6 +409,34 @@ def test_resume_takes_the_newest_record_of_the_name(tmp_path: Path) -> None:
     newer = _run_path(tmp_path, Path("model"), "en-latin")
     newer.write_text("")
     assert _begun_path(tmp_path, Path("model"), "en-latin") == newer
+
+
+def test_what_was_answered_is_counted_and_not_held(tmp_path: Path) -> None:
+    path, n = tmp_path / "r.jsonl", 2000
+    with resume_record(path, NEW) as writer:
+        for index in reversed(range(n)):
+            writer.append(replace(PREDICTION, question_id=f"q{index}", index=index))
+    peaks = []
+    for read in (read_record, find_unfinished):
+        tracemalloc.start()
+        found = read(path)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert isinstance(found, Begun)
+    assert found.record.predictions == ()
+    assert found.answered.tolist() == [*reversed(range(n))]
+    assert found.n_bytes == path.stat().st_size
+    assert peaks[0] > 500 * n
+    assert peaks[1] < 80 * n
+    with resume_record(path, NEW) as writer:
+        assert writer.answered.tolist() == [*range(n)]
+
+
+def test_letters_are_held_once(begun: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(begun)
+    first, *others = read_record(path).predictions
+    assert all(p.letters is first.letters for p in others)
 
 
 def test_a_new_place_has_nothing_to_go_on_with(tmp_path: Path) -> None:
