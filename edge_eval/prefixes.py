@@ -57,7 +57,7 @@ def plan(prompts: Sequence[TokenIds]) -> list[Step]:
                 waiting.append((start, position + 1, path, owner))
                 start = position + 1
     kept = [list(zip(path, owner, strict=True)) for path, owner in zip(paths, owners, strict=True)]
-    valid = [0, *(_n_common(a, b) for a, b in pairwise(kept))]
+    valid = [0, *(_n_common(a, b) for a, b in pairwise(kept))][: len(order)]
     return [Step(i, path, n) for i, path, n in zip(order, paths, valid, strict=True)]
 
 
@@ -69,9 +69,9 @@ def _n_common(a: Sequence[object], b: Sequence[object]) -> int:
 
 def common_length(a: TokenIds, b: TokenIds) -> int:
     """How many tokens two prompts share; one token at least is left to compute in each."""
-    n = min(len(a), len(b)) - 1
+    n = max(min(len(a), len(b)) - 1, 0)
     different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else max(n, 0)
+    return int(different[0]) if len(different) else n
 
 
 class PrefixStack:

@@ -131,6 +131,17 @@ def test_a_run_that_lacks_only_its_end_is_ended(
     assert answers(found) == answers(whole)
 
 
+def test_a_run_of_shared_beginnings_that_lacks_only_its_end_is_ended(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    path, config = tmp_path / "r.jsonl", config_of(tiny_model, reuse="shared")
+    whole = evaluate(config, path)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    found = evaluate(config, path)
+    assert found.complete
+    assert found.predictions == whole.predictions
+
+
 def test_runs_together_go_on_each_from_its_own_place(tiny_model: Path, tmp_path: Path) -> None:
     configs = [config_of(tiny_model, prompt=prompt, reuse="shared") for prompt in ("en", "ar")]
     paths = [tmp_path / f"{config.prompt}.jsonl" for config in configs]
