@@ -1,9 +1,10 @@
 # make demo: see it work.  make test: prove it works.  make lint: style, types, structure.
-# make test-lowest: prove it on the oldest packages that pyproject.toml allows.
+# make test-lowest: prove it on the oldest packages that pyproject.toml allows;
+# make test-lowest-run: the same for what a run needs, without torch, in minutes.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-lowest lint bench clean
+.PHONY: demo test test-lowest test-lowest-run lint bench clean
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -30,6 +31,14 @@ BIN := .venv/bin
 		-c .venv-lowest/lowest.txt
 	touch $@
 
+# A model that was exported runs without torch, so the exports come from the newest packages.
+.venv-lowest-run/.test: pyproject.toml tests/lowest.py
+	$(PYTHON) -m venv .venv-lowest-run
+	.venv-lowest-run/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-lowest-run/bin/python tests/lowest.py --without-torch > .venv-lowest-run/lowest.txt
+	.venv-lowest-run/bin/python -m pip install --quiet -e . -r .venv-lowest-run/lowest.txt
+	touch $@
+
 demo: .venv/.demo
 	$(BIN)/edge-eval demo
 
@@ -47,6 +56,11 @@ bench: .venv/.demo
 test-lowest: .venv-lowest/.test
 	.venv-lowest/bin/python -m pytest --ignore tests/test_bench.py -k "not open_page"
 
+test-lowest-run: .venv/.test .venv-lowest-run/.test
+	EDGE_EVAL_TEST_MODELS=.venv-lowest-run/models $(BIN)/python -m pytest -q tests/test_tiny_models.py
+	EDGE_EVAL_TEST_MODELS=.venv-lowest-run/models .venv-lowest-run/bin/python -m pytest -q -rfE \
+		--ignore tests/test_bench.py -k "not open_page"
+
 lint: .venv/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,4 +68,4 @@ lint: .venv/.lint
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf .venv .venv-lowest edge-eval-demo runs
+	rm -rf .venv .venv-lowest .venv-lowest-run edge-eval-demo runs

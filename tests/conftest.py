@@ -1,6 +1,12 @@
-"""Small real things shared by the tests: a trained tokenizer, tiny random checkpoints, exports."""
+"""Small real things shared by the tests: a trained tokenizer, tiny random checkpoints, exports.
+
+What is made with torch is not made where there is none, and the tests that need it are skipped;
+but a model directory runs without torch, so the exports are looked for in the folder that
+EDGE_EVAL_TEST_MODELS names, and left there by whoever can make them.
+"""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +24,8 @@ settings.register_profile(
 )
 settings.load_profile("patient")
 
+NEEDS_TORCH = "made with torch and transformers, of the export extra"
+KEPT_MODELS = os.environ.get("EDGE_EVAL_TEST_MODELS")
 REAL_ROWS = Path(__file__).parents[2] / "shared" / "data" / "arabicmmlu_egypt.csv"
 
 # Every family's smallest network that still has what makes it special: grouped heads, a window
@@ -151,13 +159,12 @@ def write_t5_tokenizer(train_sentencepiece: Callable[..., Path]) -> Callable[[Pa
     """Writes a T5 tokenizer, a sentencepiece unigram and what transformers makes of it."""
 
     def write(directory: Path) -> None:
-        from transformers import AutoTokenizer
-
+        transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
         train_sentencepiece(directory / "spiece.model", pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
         path = directory / "tokenizer_config.json"
         path.write_text(json.dumps({"tokenizer_class": "T5Tokenizer", "extra_ids": 4}))
         # By from_pretrained: the class itself, given the file, forgets the word-start piece.
-        fast = AutoTokenizer.from_pretrained(directory)
+        fast = transformers.AutoTokenizer.from_pretrained(directory)
         fast.backend_tokenizer.save(str(directory / "tokenizer.json"))
 
     return write
@@ -172,7 +179,7 @@ def make_checkpoint(
     """Writes a tiny random checkpoint of an architecture, as the Hub would hold it."""
 
     def make(model_type: str, **changes: Any) -> Path:
-        import torch
+        torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
         folder = tmp_path_factory.mktemp(f"checkpoint-{model_type}")
@@ -202,57 +209,33 @@ def tiny_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_encoder_decoder(
-    make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def keep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], Any]], Path]:
+    """Makes an export under a name once a session, or finds it where an earlier one left it."""
+    models = Path(KEPT_MODELS) if KEPT_MODELS else tmp_path_factory.mktemp("models")
+
+    def keep(name: str, make: Callable[[Path], Any]) -> Path:
+        if not (models / name).exists():
+            models.mkdir(exist_ok=True)
+            make(models / name)
+        return models / name
+
+    return keep
+
+
+@pytest.fixture(scope="session")
+def tiny_encoder_decoder(make_checkpoint: Callable[..., Path], keep: Callable[..., Path]) -> Path:
     """A model directory of a tiny mt5."""
     from exporters.huggingface import export_checkpoint
 
-    output = tmp_path_factory.mktemp("models") / "tiny-mt5"
-    export_checkpoint(str(make_checkpoint("mt5")), output)
-    return output
+    return keep("tiny-mt5", lambda output: export_checkpoint(str(make_checkpoint("mt5")), output))
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(request: pytest.FixtureRequest, keep: Callable[..., Path]) -> Path:
     """A model directory of a tiny llama: everything real but the weights."""
     from exporters.huggingface import export_checkpoint
 
-    output = tmp_path_factory.mktemp("models") / "tiny-llama"
-    export_checkpoint(str(tiny_checkpoint), output)
-    return output
+    def make(output: Path) -> None:
+        export_checkpoint(str(request.getfixturevalue("tiny_checkpoint")), output)
 
-
-# Two layers are enough for another's graph. Gemma 2's export by optimum 0.1 loses the cap of its
-# attention, without a word.
-SMALLER: dict[str, dict[str, Any]] = {
-    "gemma2": {
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "attn_logit_softcapping": None,
-    },
-    "gpt2": {"n_layer": 2},
-}
-
-
-@pytest.fixture(scope="session")
-def make_onnx_folder(
-    make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., tuple[Path, Path]]:
-    """Exports a tiny checkpoint by optimum's own command: the checkpoint and the ONNX folder."""
-
-    def make(
-        model_type: str, checkpoint: Path | None = None, *, past: bool = True
-    ) -> tuple[Path, Path]:
-        from optimum.exporters.onnx import main_export
-
-        from exporters.huggingface import quiet
-
-        checkpoint = checkpoint or make_checkpoint(model_type, **SMALLER[model_type])
-        folder = tmp_path_factory.mktemp(f"onnx-{model_type}")
-        task = "text-generation-with-past" if past else "text-generation"
-        with quiet():
-            main_export(str(checkpoint), folder, task=task, do_validation=False)
-        return checkpoint, folder
-
-    return make
+    return keep("tiny-llama", make)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -132,9 +131,7 @@ def test_the_verdict(templates: dict[str, Any], word: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 200])
-def test_the_report_prints_at_any_width(
-    report: dict[str, Any], width: int, tmp_path: Path, make_checkpoint: Callable[..., Path]
-) -> None:
+def test_the_report_prints_at_any_width(report: dict[str, Any], width: int) -> None:
     console = Console(file=StringIO(), width=width)
     print_report(report, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]

@@ -11,8 +11,10 @@ from conftest import ARCHITECTURES, ENCODER_DECODERS, SLIDING, TINY
 from edge_eval.errors import ExportError
 from edge_eval.model import open_model
 from edge_eval.model_dir import read_manifest, verify_hashes
-from exporters.fused_decoder import FAMILIES
 from exporters.huggingface import export_checkpoint
+
+pytest.importorskip("torch", reason="checkpoints are made with torch, of the export extra")
+from exporters.fused_decoder import FAMILIES  # noqa: E402 - it is made of torch
 
 # Warnings of the exporters themselves are silenced where they are called (quiet()).
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
