@@ -4,9 +4,14 @@ Only the file tokenizer.json is read, with the special tokens its own post-proce
 A question's own text never becomes a control token: special tokens in it stay text.
 """
 
+import base64
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import mmap
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,6 +27,23 @@ from edge_eval.tokenizer_file import read_tokenizer
 
 # Prompts handed to the tokenizer at once: enough for its threads, little in memory.
 BATCH = 256
+
+# How a stranger's tokenizer.json may change a text: far above what published ones do (T5's makes it
+# 66 times as long at the very most). The library itself has no limits.
+MAX_STEPS = 200
+MAX_GROWTH = 1024
+MAX_ADDED = 4096  # characters or tokens, to every text
+# A text of 1,000 characters takes a millisecond. Regular expressions can take for ever.
+PROBE = (
+    "ما معنى الكلمة التي تحتها خط في الجملة السابقة من الكتاب؟ What does the word below mean here "
+    "\nA. aaaaaaaaaaaaaaaaaaaaaaaaaa\nب) ١٢٣ - (س + 1,000.25) .....!!   \n\n"
+)
+PROBE_LENGTHS = (8, 32, 128, 512)
+PROBE_LIMIT_S = 5.0
+
+# Reading the file takes time by the square of these; Gemma's has 6,400 texts of up to 31 bytes.
+MAX_TEXTS = 50_000
+MAX_TEXT_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +63,8 @@ class LetterTokens:
 def load_tokenizer(directory: Path) -> Any:
     """The tokenizer of a model directory.
 
-    Errors: ModelError when tokenizer.json is missing or cannot be read.
+    Errors: ModelError when tokenizer.json is missing, cannot be read, or would draw by chance, or
+    make texts so long or take so long that the machine is not one's own any more.
     """
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -49,6 +72,7 @@ def load_tokenizer(directory: Path) -> Any:
             f"{path} is missing: the prompts cannot be turned into token ids. Export the checkpoint "
             "again with `edge-eval export`."
         )
+    _check_file(path)
     with _panics_told(str(path)):
         try:
             tokenizer = read_tokenizer(path)
@@ -58,7 +82,149 @@ def load_tokenizer(directory: Path) -> Any:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
+    _check_steps(tokenizer, path)
+    _check_speed(tokenizer, path)
     return tokenizer
+
+
+def _any_spelling(name: str) -> bytes:
+    """A pattern of a name in JSON, where every character may be written by its number."""
+    return b"".join(rb"(?:%c|\\u00(?i:%02x))" % (code, code) for code in name.encode())
+
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_TEXTS = re.compile(
+    rb'"(?:(?P<text>%b)|%b)"\s*:\s*(?=")'
+    % (_any_spelling("content"), _any_spelling("precompiled_charsmap"))
+)
+
+
+def _check_file(path: Path) -> None:
+    """Raise ModelError for what the library would take gigabytes or hours to read.
+
+    Found without reading the file as JSON, which takes more time and memory than the tokenizer.
+    """
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+            n_texts = 0
+            for key in _TEXTS.finditer(raw):
+                value = _STRING.match(raw, key.end())
+                if value is None:
+                    return  # no JSON, as the library will say
+                length = value.end() - value.start()
+                n_texts += key["text"] is not None
+                if key["text"] is None and not _is_whole_table(value[0]):
+                    raise ModelError(
+                        f"{path} is damaged: its table of normal forms (precompiled_charsmap) is not "
+                        "as long as it says. Export the model again."
+                    )
+                if n_texts > MAX_TEXTS or (key["text"] and length > MAX_TEXT_BYTES):
+                    raise ModelError(
+                        f"{path} has more than {MAX_TEXTS:,} added tokens, or one of more than "
+                        f"{MAX_TEXT_BYTES:,} bytes, as no published tokenizer does. Do not trust "
+                        "this model."
+                    )
+
+
+def _is_whole_table(quoted: bytes) -> bool:
+    """Whether a sentencepiece table, in base64 in JSON, is as long as its first number says."""
+    try:
+        table = base64.b64decode(json.loads(quoted))
+    except ValueError:
+        return False
+    return int.from_bytes(table[:4], "little") <= len(table) - 4
+
+
+def _check_steps(tokenizer: Any, path: Path) -> None:
+    """Raise ModelError for steps that lengthen a text without bounds, or draw by chance.
+
+    A replacement that doubles spaces, forty times over, makes a terabyte of one space.
+    """
+    if getattr(tokenizer.model, "dropout", None):
+        raise ModelError(
+            f"{path} draws its tokens by chance (a dropout of {tokenizer.model.dropout:.2g}, meant "
+            "for training): no run could be repeated. Set its dropout to null."
+        )
+    before = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
+    behind = _steps(tokenizer.post_processor)
+    written = _steps(tokenizer.decoder)
+    n_added = sum(len(step.get("prepend", "")) for step in before)
+    # Several templates, one after the other, each repeat what the one before them made.
+    n_added += sum(len(_template(step)) for step in behind)
+    n_added += tokenizer.num_special_tokens_to_add(is_pair=False)
+    growth = max(
+        math.prod(map(_growth, before)) * math.prod(map(_repeats, behind)),
+        math.prod(map(_growth, written)),
+    )
+    if len(before) + len(behind) + len(written) > MAX_STEPS:
+        problem = f"takes over {MAX_STEPS} steps to read a text"
+    elif growth > MAX_GROWTH:
+        problem = f"may make a text over {MAX_GROWTH:,} times as long"
+    elif n_added > MAX_ADDED:
+        problem = f"adds over {MAX_ADDED:,} characters and tokens to every text"
+    else:
+        return
+    raise ModelError(f"{path} {problem}, as no published tokenizer does. Do not trust this model.")
+
+
+def _steps(component: Any) -> list[Mapping[str, Any]]:
+    """What a normalizer, pre-tokenizer, post-processor or decoder does, one after the other."""
+
+    def walk(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        if step["type"] != "Sequence":
+            yield step
+            return
+        for inner in step.values():
+            if isinstance(inner, list):
+                for part in inner:
+                    yield from walk(part)
+
+    return [] if component is None else list(walk(json.loads(component.__getstate__())))
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """How many times as long a step can make a text: an upper bound, in characters.
+
+    Unicode's own normal forms count as 1: they change nothing when done again.
+    """
+    if step["type"] == "Replace":
+        length = len(step["content"])
+        pattern = step["pattern"].get("String", "")
+        # An expression may match one character, or the nothing between two.
+        return max(1.0, length / len(pattern)) if pattern else 1.0 + length
+    if step["type"] == "ByteLevel":
+        return 2.0  # a byte above 127 is written as a character of two bytes
+    if step["type"] == "Precompiled":
+        # The length of a trie, the trie, and all replacements, a zero behind each.
+        table = base64.b64decode(step["precompiled_charsmap"])
+        replacements = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+        return max(1.0, *map(len, replacements))
+    return 1.0
+
+
+def _template(step: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    template: Sequence[Mapping[str, Any]] = step.get("single", ())
+    return template
+
+
+def _repeats(step: Mapping[str, Any]) -> int:
+    """How often a post-processor's result holds the text."""
+    return max(1, sum("Sequence" in piece for piece in _template(step)))
+
+
+def _check_speed(tokenizer: Any, path: Path) -> None:
+    """Raise ModelError when short texts take long: each is tried only if a shorter one did not."""
+    for length in PROBE_LENGTHS:
+        start = time.monotonic()
+        with _panics_told(str(path)):
+            tokenizer.encode((PROBE * length)[:length])
+        if time.monotonic() - start > PROBE_LIMIT_S:
+            raise ModelError(
+                f"{path} takes over {PROBE_LIMIT_S:.0f} s to read {length} characters, as no "
+                "published tokenizer does. Do not trust this model."
+            )
 
 
 @contextlib.contextmanager

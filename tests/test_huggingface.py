@@ -14,7 +14,7 @@ from edge_eval.model_dir import read_manifest, verify_hashes
 from exporters.huggingface import export_checkpoint
 
 pytest.importorskip("torch", reason="checkpoints are made with torch, of the export extra")
-from exporters.fused_decoder import FAMILIES  # noqa: E402 - it is made of torch
+from exporters.fused_decoder import FAMILIES
 
 # Warnings of the exporters themselves are silenced where they are called (quiet()).
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -1,6 +1,8 @@
 """Prompts become the ids the model was trained on, and letters the ids it would answer with."""
 
+import base64
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+import edge_eval.tokenization as tokenization_module
 from edge_eval.errors import ModelError, ScoringError
 from edge_eval.letters import ARABIC, LATIN
 from edge_eval.schema import Prompt
@@ -147,6 +150,160 @@ def test_the_vocabularys_size_counts_added_tokens(byte_level: Any) -> None:
 def test_a_broken_tokenizer_is_named_in_one_line(tmp_path: Path, contents: str) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer") as caught:
         load(tmp_path, contents)
+    assert "\n" not in str(caught.value)
+
+
+def replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def charsmap(replacement: str) -> dict[str, Any]:
+    """A sentencepiece table whose replacements are what counts: its trie knows no word."""
+    table = (1024).to_bytes(4, "little") + bytes(1024) + replacement.encode() + b"\0"
+    text = base64.b64encode(table).decode()
+    return {"type": "Precompiled", "precompiled_charsmap": text}
+
+
+def template(*pieces: str, ids: int = 1) -> dict[str, Any]:
+    single = [
+        {"Sequence": {"id": "A", "type_id": 0}}
+        if piece == "A"
+        else {"SpecialToken": {"id": piece, "type_id": 0}}
+        for piece in pieces
+    ]
+    tokens = {"<s>": {"id": "<s>", "ids": [0] * ids, "tokens": ["<s>"] * ids}}
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": tokens,
+    }
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+@pytest.mark.parametrize(
+    ("part", "steps", "said"),
+    [
+        ("normalizers", [replace(" ", "  ")] * 40, "times as long"),
+        ("normalizers", [replace(" ", "x" * 2000)], "times as long"),
+        ("normalizers", [replace("(?=.)", "x", "Regex")] * 30, "times as long"),
+        ("normalizers", [{"type": "ByteLevel"}] * 30, "times as long"),
+        ("normalizers", [charsmap("x" * 3000)], "times as long"),
+        ("normalizers", [{"type": "Prepend", "prepend": "x" * 100_000}], "to every text"),
+        ("normalizers", [{"type": "NFC"}] * 5000, "over 200 steps"),
+        ("pretokenizers", [BYTE_LEVEL] * 30, "times as long"),
+        ("processors", [template("A", "A")] * 30, "times as long"),
+        ("processors", [template(*["A"] * 5000)], "times as long"),
+        ("processors", [template(*["<s>"] * 5000, "A")], "to every text"),
+        ("processors", [template("<s>", "A", ids=100_000)], "to every text"),
+        ("decoders", [replace("a", "aa")] * 40, "times as long"),
+    ],
+)
+def test_a_tokenizer_that_lengthens_texts_without_bounds_is_refused(
+    part: str, steps: list[Any], said: str, tokenizer_file: Path, tmp_path: Path
+) -> None:
+    name = {
+        "normalizers": "normalizer",
+        "pretokenizers": "pre_tokenizer",
+        "processors": "post_processor",
+        "decoders": "decoder",
+    }[part]
+    contents = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+    contents[name] = {"type": "Sequence", part: steps}
+    start = time.monotonic()
+    with pytest.raises(ModelError, match=rf"tokenizer\.json .*{said}") as caught:
+        load(tmp_path, json.dumps(contents))
+    assert time.monotonic() - start < 20
+    assert "\n" not in str(caught.value)
+
+
+ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+@pytest.mark.parametrize("spelling", ['"content"', '"c\\u006fnte\\u006Et"'])
+@pytest.mark.parametrize(
+    "texts",
+    [["t" * 3000], ["\\" * 3000], [f"t{n}" for n in range(50_001)]],
+    ids=["long", "escaped", "many"],
+)
+def test_added_tokens_that_take_hours_to_read_are_refused(
+    texts: list[str], spelling: str, tokenizer_file: Path, tmp_path: Path
+) -> None:
+    contents = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+    contents["added_tokens"] += [
+        ADDED | {"id": 600 + n, "content": text, "special": True} for n, text in enumerate(texts)
+    ]
+    start = time.monotonic()
+    with pytest.raises(ModelError, match=r"more than 50,000 added tokens, or one of more than"):
+        load(tmp_path, json.dumps(contents).replace('"content"', spelling))
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("spelling", ['"precompiled_charsmap"', '"precompiled\\u005fcharsmap"'])
+@pytest.mark.parametrize("table", ["/////w==", "", "AAAA", "?", "/////\\u0077=="])
+def test_a_table_that_announces_gigabytes_is_refused(
+    table: str, spelling: str, tokenizer_file: Path, tmp_path: Path
+) -> None:
+    contents = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+    contents["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "here"}
+    raw = json.dumps(contents).replace('"precompiled_charsmap"', spelling)
+    with pytest.raises(ModelError, match=r"tokenizer\.json is damaged: its table of normal forms"):
+        load(tmp_path, raw.replace('"here"', f'"{table}"'))
+
+
+def test_what_published_tokenizers_do_to_a_text_is_not_too_much(
+    tokenizer_file: Path, tmp_path: Path
+) -> None:
+    contents = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+    # ALBERT's, whose table has one replacement of 33 bytes; a template of Gemma's and Llama's kind.
+    contents["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [
+            replace("``", '"'),
+            replace("''", '"'),
+            {"type": "NFKD"},
+            {"type": "StripAccents"},
+            {"type": "Lowercase"},
+            charsmap("صلى الله عليه وسلم"),
+            replace(" {2,}", " ", "Regex"),
+            {"type": "Prepend", "prepend": SPACE},
+        ],
+    }
+    contents["post_processor"] = {"type": "Sequence", "processors": [template("<s>", "A")]}
+    assert load(tmp_path, json.dumps(contents)).encode("A").ids[0] == BOS
+
+
+def test_a_tokenizer_that_draws_by_chance_is_refused(tokenizer_file: Path, tmp_path: Path) -> None:
+    contents = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+    contents["model"]["dropout"] = 0.0
+    assert load(tmp_path, json.dumps(contents)).encode("A").ids
+    contents["model"]["dropout"] = 0.1
+    with pytest.raises(ModelError, match=r"tokenizer\.json draws its tokens by chance .* 0\.1,"):
+        load(tmp_path, json.dumps(contents))
+
+
+@pytest.mark.parametrize(
+    ("expression", "limit_s", "said"),
+    [
+        (r"(\p{L}+\s*)+[0-9]{9}", 5.0, "retry-limit-in-match over"),
+        (r".*?.*?.*?[0-9]{9}", 0.001, "takes over 0 s to read"),
+    ],
+)
+def test_an_expression_that_takes_for_ever_is_refused(
+    expression: str,
+    limit_s: float,
+    said: str,
+    tokenizer_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenization_module, "PROBE_LIMIT_S", limit_s)
+    contents = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+    contents["normalizer"] = replace(expression, "", "Regex")
+    with pytest.raises(ModelError, match=said) as caught:
+        load(tmp_path, json.dumps(contents))
     assert "\n" not in str(caught.value)
 
 
