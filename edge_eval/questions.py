@@ -98,6 +98,8 @@ MAX_ROW_CHARACTERS = 1 << 20
 MAX_COLUMNS = 64
 _TOO_LONG = f"longer than {MAX_ROW_CHARACTERS:,} characters: not a table of questions"
 MAX_REFUSED = 100_000  # rows, each held with its reason
+MAX_CHARACTERS = 1 << 30  # of all questions; ArabicMMLU has five million
+MAX_BLANK = 1_000_000  # lines: a gigabyte of line ends would be read for half an hour
 
 Row: TypeAlias = Mapping[str, str]
 Rows: TypeAlias = Iterator[tuple[int, Row | str]]  # line, and its row or why there is none
@@ -115,7 +117,7 @@ def load_questions(config: RunConfig) -> QuestionSet:
     shots: dict[str, list[Question]] = {}
     refused: list[RefusedRow] = []
     line_of: dict[str, int] = {}
-    n_rows = 0
+    n_rows, n_characters = 0, 0
     for line, row in rows:
         n_rows += 1
         question = row if isinstance(row, str) else parse_question(row, n_rows)
@@ -129,6 +131,12 @@ def load_questions(config: RunConfig) -> QuestionSet:
                 raise DataError(f"{source}: over {MAX_REFUSED:,} rows are no questions; {first}")
             continue
         line_of[question.id] = line
+        n_characters += sum(map(len, (question.id, question.context, question.text)))
+        n_characters += sum(map(len, question.options))
+        # A file of a few bytes may stand for any number of rows, each of its own in memory.
+        if n_characters > MAX_CHARACTERS:
+            problem = f"over {MAX_CHARACTERS:,} characters in all: not a table of questions"
+            raise DataError(f"{source}: line {line}: {problem}")
         (test if question.split == "test" else shots.setdefault(question.task, [])).append(question)
     if not test:
         counts = f"{n_rows} rows read, {len(refused)} refused, {n_rows - len(refused)} few-shot"
@@ -363,17 +371,38 @@ def _parquet_rows(path: Path) -> Rows:
                     problem = f"column {name} is {column}: its types were guessed and text is lost"
                     remedy = "write it from text: pandas.read_csv(..., dtype=str, na_filter=False)"
                     raise DataError(f"{path}: {problem}; {remedy}")
+            _check_unpacked_size(path, table.metadata)
             wanted = [raw for raw, name in zip(raw_names, names, strict=True) if name in COLUMNS]
             line = 0
             for batch in table.iter_batches(batch_size=64, columns=wanted):
                 # A few bytes on disk may stand for gigabytes in memory.
-                if batch.nbytes > batch.num_rows * 4 * MAX_ROW_CHARACTERS:
+                if max(map(_longest_cell, batch.columns)) > 4 * MAX_ROW_CHARACTERS:
                     raise DataError(f"{path}: row {line + 1} or soon after: {_TOO_LONG}")
                 for record in batch.to_pylist():
                     line += 1
                     yield line, _to_row((_clean_name(name), record[name]) for name in wanted)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{path}: not readable as parquet: {_reason(error)}") from error
+
+
+def _check_unpacked_size(path: Path, metadata: Any) -> None:
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.total_uncompressed_size > MAX_CHARACTERS:
+                size = f"{chunk.total_uncompressed_size:,} bytes"
+                problem = f"{chunk.path_in_schema} unpacks to {size}: not a table of questions"
+                raise DataError(f"{path}: column {problem}")
+
+
+def _longest_cell(column: Any) -> int:
+    """Return the bytes of a column's longest text, of a repeated one too, or a number above."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    cells = column.dictionary if pa.types.is_dictionary(column.type) else column
+    if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
+        return pc.max(pc.binary_length(cells)).as_py() or 0
+    return int(cells.nbytes)
 
 
 READERS: Mapping[str, Callable[[Path], Rows]] = {
@@ -390,9 +419,13 @@ def _text_lines(path: Path) -> Iterator[str]:
         with path.open("rb") as file:
             utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         with path.open(encoding="utf-16" if utf16 else "utf-8-sig", newline="") as text:
-            number = 0
+            number, n_blank = 0, 0
             while line := text.readline(MAX_ROW_CHARACTERS + 1):
                 number += 1
+                n_blank += not line.strip()
+                if n_blank > MAX_BLANK:
+                    problem = f"over {MAX_BLANK:,} blank lines: not a table of questions"
+                    raise DataError(f"{path}: line {number}: {problem}")
                 if len(line) > MAX_ROW_CHARACTERS:
                     raise DataError(f"{path}: line {number}: {_TOO_LONG}")
                 yield line

@@ -307,6 +307,50 @@ def test_what_is_not_parquet_is_one_message(content, tmp_path):
         load(path)
 
 
+def test_a_parquet_footer_of_many_columns_is_not_read(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for n, said in ((65, "65 columns, more than 64"), (10_000, "not readable as parquet")):
+        path = tmp_path / f"{n}.parquet"
+        pq.write_table(pa.table({f"c{i}": ["a"] for i in range(n)}), path)
+        with pytest.raises(DataError, match=said) as caught:
+            load(path)
+        assert "\n" not in str(caught.value)
+
+
+def write_long_parquet(path: Path, n: int, length: int, *, named_once: bool) -> None:
+    """Write ``n`` rows of one long question, each without an id; the file stays small."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist([row()] * n)
+    long = pa.array(["x" * length]).dictionary_encode().take(pa.array([0] * n))
+    at = table.column_names.index("Question")
+    table = table.set_column(at, "Question", long if named_once else long.cast(pa.string()))
+    pq.write_table(table, path, compression="zstd", use_dictionary=named_once)
+    assert path.stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("named_once", [True, False])
+def test_parquet_cells_too_long_for_a_question_are_never_taken(named_once, tmp_path):
+    write_long_parquet(tmp_path / "rows.parquet", 8, 5 << 20, named_once=named_once)
+    with pytest.raises(DataError, match="row 1 or soon after: longer than 1,048,576 characters"):
+        load(tmp_path / "rows.parquet")
+
+
+def test_parquet_that_unpacks_to_too_much_is_not_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_CHARACTERS", 1 << 22)
+    path = tmp_path / "rows.parquet"
+    write_long_parquet(path, 6, 1 << 20, named_once=False)
+    with pytest.raises(DataError, match=r"Question unpacks to 6,291,\d\d\d bytes"):
+        load(path)
+    # One text, held once and named six times, is a question of its own every time.
+    write_long_parquet(path, 6, 1 << 20, named_once=True)
+    with pytest.raises(DataError, match="line 4: over 4,194,304 characters in all"):
+        load(path)
+
+
 def test_parquet_without_a_column_names_it(tmp_path):
     path = write_parquet(tmp_path / "rows.parquet", [{"Group": "STEM"}])
     with pytest.raises(DataError, match=r"columns missing: Subject, Level.*found: 'Group'"):
@@ -407,6 +451,27 @@ def csv_lines(*lines: str) -> str:
 
 def line(identifier: object, **cells: str) -> str:
     return ",".join(row(identifier, **cells).values())
+
+
+@pytest.mark.parametrize("kind", [".csv", ".jsonl"])
+def test_a_file_of_rows_that_are_no_questions_is_not_read_to_its_end(kind, tmp_path):
+    path = tmp_path / f"rows{kind}"
+    text = csv_lines(line(1)) if kind == ".csv" else json.dumps(row(1)) + "\n"
+    path.write_text(text + "1,2\n" * 100_001, encoding="utf-8")
+    with pytest.raises(
+        DataError, match=r"over 100,000 rows are no questions; line [23]: "
+    ) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [".csv", ".jsonl"])
+@pytest.mark.parametrize("blank", ["\n", "\r\n"])
+def test_a_file_of_blank_lines_is_not_read_to_its_end(kind, blank, tmp_path):
+    path = tmp_path / f"rows{kind}"
+    path.write_text(blank * 1_000_001, encoding="utf-8", newline="")
+    with pytest.raises(DataError, match="line 1000001: over 1,000,000 blank lines"):
+        load(path)
 
 
 def test_rows_with_a_field_too_many_or_too_few_are_refused_by_line(tmp_path):
