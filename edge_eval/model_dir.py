@@ -16,6 +16,7 @@ tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def read_manifest(directory: Path) -> ExportManifest:
                 f"{SCHEMA_VERSION}: export the model again, or update edge-eval."
             )
         manifest = _typed(fields)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         # What stands in the file may be of any length, and hold line ends.
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{path} cannot be read as a manifest: {reason}") from error
@@ -174,6 +175,8 @@ def _check_file(directory: Path, name: str, size_bytes: int) -> None:
         raise ModelError(f"{directory / MANIFEST} names {name!r}, which is not a plain file name.")
     if not path.is_file():
         raise ModelError(f"{path} is missing: export the model again.")
+    if not os.access(path, os.R_OK):
+        raise ModelError(f"{path} may not be read by you: change whose it is, or its mode.")
     if path.resolve().parent != directory.resolve():
         raise ModelError(f"{path} points outside its folder, to {path.resolve()}: not opened.")
     if path.stat().st_size != size_bytes:
@@ -184,9 +187,12 @@ def _check_file(directory: Path, name: str, size_bytes: int) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """The SHA-256 of a file, in hexadecimal. Errors: ModelError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def verify_hashes(directory: Path, manifest: ExportManifest) -> None:

@@ -104,7 +104,11 @@ def _check_file(path: Path) -> None:
 
     Found without reading the file as JSON, which takes more time and memory than the tokenizer.
     """
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
+    with file:
         if not path.stat().st_size:
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:

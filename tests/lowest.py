@@ -1,7 +1,7 @@
 """Prints pyproject.toml's lower bounds as pip's constraints: what make test-lowest installs.
 
 torch alone is left at what pip takes: its older builds for Linux bring gigabytes of CUDA.
-With --without-torch, as requirements: all that can be installed without it.
+With --without-torch all that can be installed without it, as pip's requirements.
 """
 
 import re

@@ -19,6 +19,8 @@ from exporters.cli import export
 from exporters.huggingface import quiet
 from exporters.verify import TEMPLATES
 
+pytest.importorskip("transformers", reason="tokenizers are loaded by it, of the export extra")
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 

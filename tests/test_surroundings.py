@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,91 @@ def test_a_terminal_of_any_width_gets_every_figure(columns: int, run: Any, tmp_p
 def test_one_core_is_enough(run: Any, tmp_path: Path) -> None:
     assert_ran(run(command=("taskset", "-c", "0")), tmp_path)
     assert read_record(tmp_path / "r.jsonl").environment["threads"] == 1
+
+
+@pytest.fixture
+def bound() -> tuple[str, ...]:
+    """What a command begins with so that a file's mode binds it, though root may run the tests."""
+    if os.geteuid():
+        return ()
+    if shutil.which("setpriv") is None:
+        pytest.skip("root may write everywhere, and cannot give that up here")
+    return ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
+
+
+@pytest.fixture
+def read_only(tmp_path: Path, tiny_model: Path) -> Iterator[Path]:
+    """A folder with a model, a home and a file in it, where nothing may be written."""
+    folder = tmp_path / "read-only"
+    shutil.copytree(tiny_model, folder / "model")
+    (folder / "home").mkdir()
+    (folder / "begun.jsonl").touch()
+    for path in (*folder.rglob("*"), folder):
+        path.chmod(0o555)
+    yield folder
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755)
+
+
+def test_a_model_a_home_and_a_scratch_that_are_read_only_are_enough(
+    read_only: Path, bound: tuple[str, ...], tmp_path: Path
+) -> None:
+    home = str(read_only / "home")
+    environment = os.environ | dict.fromkeys(("HOME", "HF_HOME", "XDG_CACHE_HOME", "TMPDIR"), home)
+    record = tmp_path / "r.jsonl"
+    model = read_only / "model"
+    done = subprocess.run(
+        [*bound, *MODULE, "run", model, "--limit", "4", "-o", record],
+        capture_output=True,
+        check=False,
+        env=environment,
+    )
+    assert_ran(done, tmp_path)
+
+
+def test_what_may_not_be_read_or_written_is_one_line(
+    read_only: Path, bound: tuple[str, ...], tmp_path: Path
+) -> None:
+    def told(*command: str | Path) -> str:
+        done = subprocess.run([*bound, *MODULE, *command], capture_output=True, check=False)
+        assert done.returncode == 1
+        errors = [line for line in done.stderr.decode().splitlines() if line.startswith("Error: ")]
+        assert b"Traceback" not in done.stderr
+        assert len(errors) == 1
+        return errors[0]
+
+    model = read_only / "model"
+    run = ("run", model, "--limit", "2", "-o")
+    for place in ("r.jsonl", "new/r.jsonl", "begun.jsonl"):
+        said = f"{read_only / place} cannot be written: Permission denied"
+        assert said in told(*run, read_only / place)
+    for name in ("tokenizer.json", "lm_head.npy", "manifest.json"):
+        (model / name).chmod(0o000)
+        assert str(model / name) in told(*run, tmp_path / "r.jsonl")
+        assert not (tmp_path / "r.jsonl").exists()
+        (model / name).chmod(0o555)
+
+
+def test_a_clock_that_jumps_backwards_changes_no_latency(tiny_model: Path, tmp_path: Path) -> None:
+    script = """
+import itertools, runpy, sys, time
+jumps, real = itertools.count(), time.time
+time.time = lambda: real() - 3.2e7 * next(jumps)
+time.time_ns = lambda: int(time.time() * 1e9)
+sys.argv[0] = "edge_eval"
+runpy.run_module("edge_eval", run_name="__main__")
+"""
+    (tmp_path / "clock.py").write_text(script, encoding="utf-8")
+    record = tmp_path / "r.jsonl"
+    done = subprocess.run(
+        [sys.executable, tmp_path / "clock.py", "run", tiny_model, "--limit", "4", "-o", record],
+        capture_output=True,
+        check=False,
+    )
+    assert_ran(done, tmp_path)
+    found = read_record(record)
+    assert all(0 < (p.latency_s or 0) < 60 for p in found.predictions)
+    assert 0 < found.observed["wall_s"] < 60
 
 
 def limited(kind: int, megabytes: int) -> Any:
