@@ -211,7 +211,7 @@ def tiny_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def keep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], Any]], Path]:
     """Makes an export under a name once a session, or finds it where an earlier one left it."""
-    models = Path(KEPT_MODELS) if KEPT_MODELS else tmp_path_factory.mktemp("models")
+    models = Path(KEPT_MODELS).resolve() if KEPT_MODELS else tmp_path_factory.mktemp("models")
 
     def keep(name: str, make: Callable[[Path], Any]) -> Path:
         if not (models / name).exists():

@@ -1,7 +1,7 @@
 """Prints pyproject.toml's lower bounds as pip's constraints: what make test-lowest installs.
 
 torch alone is left at what pip takes: its older builds for Linux bring gigabytes of CUDA.
-With --without-torch all that can be installed without it, as pip's requirements.
+With --for-runs, as pip's requirements, without what only exports, charts and browsers need.
 """
 
 import re
@@ -9,7 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-STAND_ON_TORCH = ("accelerate", "optimum-onnx", "transformers")
+NOT_FOR_RUNS = ("accelerate", "optimum-onnx", "transformers", "vl-convert-python", "playwright")
 
 settings = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
 wanted = [
@@ -18,7 +18,7 @@ wanted = [
     *settings["project"]["optional-dependencies"]["report"],
     *settings["dependency-groups"]["test"],
 ]
-left_out = ("torch", *(STAND_ON_TORCH if sys.argv[1:] == ["--without-torch"] else ()))
+left_out = ("torch", *(NOT_FOR_RUNS if sys.argv[1:] == ["--for-runs"] else ()))
 for requirement in wanted:
     found = re.match(r"([\w.-]+)(?:\[.*\])?(?:>=|==)([\w.]+)", requirement)
     if found is None:
