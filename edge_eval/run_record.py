@@ -329,10 +329,10 @@ def _read_unfinished(path: Path, file: FileIO) -> Begun | None:
 
 
 def _has_header(lines: BinaryIO) -> bool:
-    """Whether the first line is whole; it is read and put back."""
-    whole = lines.readline().endswith(b"\n")
+    """Whether the first line is whole, or longer than any; it is read and put back."""
+    line = lines.readline(MAX_LINE_BYTES + 1)
     lines.seek(0)
-    return whole
+    return line.endswith(b"\n") or len(line) > MAX_LINE_BYTES
 
 
 def read_record(path: Path) -> RunRecord:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import edge_eval.run_record as records
 from edge_eval.errors import RecordError
-from edge_eval.run_record import open_record, read_record
+from edge_eval.run_record import MAX_LINE_BYTES, find_unfinished, open_record, read_record
 from edge_eval.schema import (
     DataFingerprint,
     ExportManifest,
@@ -452,3 +452,11 @@ def test_a_model_folder_whose_name_is_not_utf_8_is_recorded(tmp_path: Path) -> N
     with open_record(path, config, MANIFEST, DATA, {}, {}) as record:
         record.append(PREDICTION)
     assert read_record(path).predictions == (PREDICTION,)
+
+
+def test_a_first_line_longer_than_any_header_is_no_torn_header(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b'{"kind":"header","x":"'.ljust(MAX_LINE_BYTES + 2, b"x"))
+    for read in (read_record, find_unfinished):
+        with pytest.raises(RecordError, match=r"line 1: .*longer than 16,777,216 bytes"):
+            read(path)
