@@ -287,8 +287,7 @@ def token_types(graph: Any) -> None:
 
 def merged(graph: Any) -> Any:
     """The decoder in two branches, by optimum's own merging; the first ignores the past."""
-    from optimum.onnx import merge_decoders
-
+    optimum = pytest.importorskip("optimum.onnx", reason="it merges, of the export extra")
     first = onnx.ModelProto()
     first.CopyFrom(graph)
     pasts = [value for value in first.graph.input if value.name.startswith("past")]
@@ -298,7 +297,7 @@ def merged(graph: Any) -> Any:
         first.graph.initializer.append(onnx.numpy_helper.from_array(empty, value.name))
         first.graph.input.remove(value)
     with tempfile.TemporaryDirectory() as scratch:
-        return merge_decoders(first, graph, save_path=Path(scratch) / "merged.onnx")
+        return optimum.merge_decoders(first, graph, save_path=Path(scratch) / "merged.onnx")
 
 
 def forgetful(graph: Any) -> None:
