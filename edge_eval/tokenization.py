@@ -213,9 +213,9 @@ def _template(step: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return template
 
 
-def _repeats(step: Mapping[str, Any]) -> int:
+def _repeats(step: Mapping[str, Any]) -> float:
     """How often a post-processor's result holds the text."""
-    return max(1, sum("Sequence" in piece for piece in _template(step)))
+    return float(max(1, sum("Sequence" in piece for piece in _template(step))))
 
 
 def _check_speed(tokenizer: Any, path: Path) -> None:

@@ -195,6 +195,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
         ("normalizers", [{"type": "NFC"}] * 5000, "over 200 steps"),
         ("pretokenizers", [BYTE_LEVEL] * 30, "times as long"),
         ("processors", [template("A", "A")] * 30, "times as long"),
+        ("processors", [template("A", "A")] * 2000, "steps"),
         ("processors", [template(*["A"] * 5000)], "times as long"),
         ("processors", [template(*["<s>"] * 5000, "A")], "to every text"),
         ("processors", [template("<s>", "A", ids=100_000)], "to every text"),
