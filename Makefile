@@ -57,9 +57,8 @@ test-lowest: .venv-lowest/.test
 	.venv-lowest/bin/python -m pytest --ignore tests/test_bench.py -k "not open_page"
 
 # The road from a row to a number; what needs torch is skipped.
-RUN := letters questions prompts tokenization sample model_dir model onnx_file onnx_folder scoring \
-	generated prefixes streams evaluate run_record metrics compare rescore matrix paper \
-	summary environment resume
+RUN := questions prompts tokenization tokenizer_file model_dir model onnx_file onnx_folder scoring \
+	generated prefixes streams evaluate run_record metrics compare rescore summary environment
 test-lowest-run: .venv/.test .venv-lowest-run/.test
 	rm -rf .venv-lowest-run/models
 	EDGE_EVAL_TEST_MODELS=.venv-lowest-run/models $(BIN)/python -m pytest -q tests/test_tiny_models.py

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import norm
 
 from edge_eval.environment import usable_cores
 from edge_eval.errors import ExportError
@@ -107,6 +108,12 @@ class Price:
     n_prompts: int
     n_same: int
     kl: float  # mean Kullback-Leibler divergence over the letters, nats
+    # The mean square by which the best letter's lead over another changed; those of products that
+    # are rounded together add up.
+    noise: float = 0.0
+    expected: float = (
+        1.0  # share of prompts that keep their letter under Gaussian noise of that size
+    )
 
     @property
     def agreement(self) -> float:
@@ -124,11 +131,18 @@ def price_of(
 ) -> Price:
     """Agreement and divergence of two precisions' letter logits (10,) a prompt."""
     n_same, divergences = 0, []
+    leads, changes = [], []
     for probe, ref_logits, our_logits in zip(probes, reference, ours, strict=True):
         ref, our = _log_shares(ref_logits, probe), _log_shares(our_logits, probe)
-        n_same += int(ref.argmax() == our.argmax())
+        best = int(ref.argmax())
+        n_same += int(best == our.argmax())
         divergences.append(float((np.exp(ref) * (ref - our)).sum()))
-    return Price(len(probes), n_same, float(np.mean(divergences)))
+        leads.append(np.delete(ref[best] - ref, best))
+        changes.append(np.delete(our[best] - our, best) - leads[-1])
+    noise = float(np.square(np.concatenate(changes)).mean())
+    size = max(noise**0.5, 1e-12)
+    expected = float(np.mean([norm.cdf(lead / size).prod() for lead in leads]))
+    return Price(len(probes), n_same, float(np.mean(divergences)), noise, expected)
 
 
 class Gauge:

@@ -22,7 +22,7 @@ from edge_eval.model import open_model
 from edge_eval.model_dir import GRAPH, MANIFEST, read_manifest, verify_hashes
 from edge_eval.schema import ExportManifest, RunConfig, Status
 from exporters import quantize as quantizing
-from exporters.calibration import Gauge, Price, observe, sample_probes
+from exporters.calibration import Gauge, Price, Probe, observe, price_of, sample_probes
 from exporters.cli import add_commands
 from exporters.huggingface import export_checkpoint
 from exporters.network import find_sites, read_network, write_network
@@ -221,8 +221,8 @@ def test_products_are_kept_until_the_promise_holds(
     int8 = PRECISIONS["int8"]
     everything = choose(replace(int8, keep_worst=False))
     assert everything.kept == ()
-    assert choose(replace(int8, max_kl=1.0, min_agreement=0.001)).kept == ()
-    some = choose(replace(int8, max_kl=everything.price.kl, min_agreement=0.001))
+    assert choose(replace(int8, max_kl=1.0, min_agreement=0.0)).kept == ()
+    some = choose(replace(int8, max_kl=everything.price.kl, min_agreement=0.0))
     assert 0 < len(some.kept) < sum(len(site.products) for site in plan.sites)
     assert some.price.kl < everything.price.kl
 
@@ -464,10 +464,23 @@ def test_a_promise_and_what_lets_expect_it() -> None:
     assert recipe.is_kept_by(Price(100, 97, 0.005))
     assert not recipe.is_kept_by(Price(100, 96, 0.001))
     assert not recipe.is_kept_by(Price(100, 99, float("nan")))
-    assert recipe.is_likely_kept_by(Price(40, 38, 0.003))
-    assert not recipe.is_likely_kept_by(Price(40, 39, 0.0031))
-    assert not recipe.is_likely_kept_by(Price(40, 36, 0.001))
+    assert recipe.is_likely_kept_by(Price(40, 38, 0.004, expected=0.977))
+    assert not recipe.is_likely_kept_by(Price(40, 40, 0.0041))
+    assert not recipe.is_likely_kept_by(Price(40, 40, 0.001, expected=0.975))
     assert not recipe.is_likely_kept_by(Price(40, 40, float("nan")))
+
+
+def test_the_agreement_expected_is_what_many_prompts_show() -> None:
+    """Noise on the logits of random prompts, priced on a few of them."""
+    rng = np.random.default_rng(0)
+    probes = [Probe(np.arange(3), (0, 1, 2, 3))] * 4000
+    exact = list(rng.standard_normal((4000, 10)).astype(np.float32))
+    ours = [row + rng.normal(0, 0.1, 10).astype(np.float32) for row in exact]
+    many = price_of(probes, exact, ours)
+    few = price_of(probes[:40], exact[:40], ours[:40])
+    assert many.noise == pytest.approx(2 * 0.1**2, rel=0.1)
+    assert few.expected == pytest.approx(many.agreement, abs=0.03)
+    assert many.expected == pytest.approx(many.agreement, abs=0.01)
 
 
 def test_the_command_prints_the_verdict(tiny_model: Path, tmp_path: Path) -> None:
