@@ -42,6 +42,9 @@ Past = tuple[Any, ...]
 # first words; a few dozen kilobytes each.
 FIRST_TOKENS = 64
 
+# Rows of the embedding read before their pages are let go: some 64 KB are mapped for each.
+ROWS_AT_ONCE = 64
+
 # Rows of the head multiplied at once when the whole vocabulary is asked for: 64 MB at 1,024 wide.
 HEAD_BLOCK = 16384
 
@@ -148,8 +151,11 @@ class Model:
 
     def _embed(self, input_ids: Int64Array) -> Float32Array:
         """The rows (1, seq, hidden) of the embedding table."""
-        rows: Float32Array = self.embedding[input_ids].astype(np.float32, copy=False)
-        self._let_go()
+        rows = np.empty((len(input_ids), self.embedding.shape[1]), dtype=np.float32)
+        for start in range(0, len(input_ids), ROWS_AT_ONCE):
+            some = slice(start, start + ROWS_AT_ONCE)
+            rows[some] = self.embedding[input_ids[some]]
+            self._let_go()
         if self.manifest.embedding_scale != 1.0:
             rows = rows * np.float32(self.manifest.embedding_scale)
         return rows[None]
