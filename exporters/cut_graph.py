@@ -127,8 +127,8 @@ class _Refusal:
 
     def __call__(self, reason: str) -> ExportError:
         return ExportError(
-            f"{self._source} cannot be cut: {reason}. `edge-eval run {self._source}` takes the "
-            "folder as it is; an export of its checkpoint is faster."
+            f"{self._source} cannot be cut: {reason}. Try the folder as it is, which "
+            f"needs no cut: `edge-eval run {self._source}`; an export of its checkpoint is faster."
         )
 
 

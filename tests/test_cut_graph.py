@@ -263,7 +263,7 @@ def test_what_cannot_be_cut_is_refused_and_still_runs(
     folder = copy_folder(llama, tmp_path, change)
     with pytest.raises(ExportError, match=message) as caught:
         cut(folder, tmp_path)
-    assert f"`edge-eval run {folder}` takes the folder as it is" in str(caught.value)
+    assert f"needs no cut: `edge-eval run {folder}`" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
     assert evaluate(config_of(folder, limit=2), tmp_path / "r.jsonl").complete
