@@ -92,26 +92,37 @@ def torch_last_logits(work: Work) -> Answers:
 
 
 def lm_evaluation_harness(work: Work) -> Answers:
-    """lm-evaluation-harness: its hf backend, float32, batch 1, its own arabicmmlu task."""
+    """lm-evaluation-harness: its hf backend, float32, batch 1."""
     import torch
-    from lm_eval import simple_evaluate
-    from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks.arabicmmlu import utils
 
     torch.set_num_threads(work.threads)
+    settings = {"device": "cpu", "dtype": "float32", "batch_size": 1}
+    return _lm_eval(work, HFLM, pretrained=str(work.folder / "checkpoint"), **settings)
+
+
+def lm_evaluation_harness_onnx(work: Work) -> Answers:
+    """lm-evaluation-harness: its onnxruntime backend (batch 1) on optimum's export."""
+    from lm_eval.models.onnxruntime_ort import ONNXRuntimeLM
+
+    return _lm_eval(work, ONNXRuntimeLM, pretrained=str(work.folder / "plain"))
+
+
+def _lm_eval(work: Work, backend: Any, **settings: Any) -> Answers:
+    """A backend of lm-evaluation-harness on its own arabicmmlu task."""
+    from lm_eval import simple_evaluate
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks.arabicmmlu import utils
+
     seconds = []
 
-    class Timed(HFLM):  # type: ignore[misc]
+    class Timed(backend):  # type: ignore[misc]
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:  # noqa: ARG002
             start = time.perf_counter()
             answers = super().loglikelihood(requests, disable_tqdm=True)
             seconds.append(time.perf_counter() - start)
             return answers
 
-    model = Timed(
-        pretrained=str(work.folder / "checkpoint"), device="cpu", dtype="float32", batch_size=1
-    )
     task = ConfigurableTask(
         config={
             "task": "arabicmmlu_local",
@@ -125,6 +136,7 @@ def lm_evaluation_harness(work: Work) -> Answers:
             "metric_list": [{"metric": "acc"}],
         }
     )
+    model = Timed(**settings)
     found = simple_evaluate(model=model, tasks=[task], bootstrap_iters=0, log_samples=True)
     samples = found["samples"]["arabicmmlu_local"]
     samples.sort(key=lambda sample: sample["doc_id"])
@@ -202,6 +214,7 @@ def _openvino(work: Work, precision: str) -> Answers:
 SYSTEMS: dict[str, Callable[[Work], Answers]] = {
     "torch, last logits": torch_last_logits,
     "lm-evaluation-harness": lm_evaluation_harness,
+    "lm-evaluation-harness, onnxruntime": lm_evaluation_harness_onnx,
     "optimum export, full logits": plain_onnx,
     "llama.cpp on the GGUF": llama_cpp,
     "OpenVINO fp32 on the cut graph": lambda work: _openvino(work, "f32"),
