@@ -48,7 +48,10 @@ test: .venv/.test
 # Our own parts, then every installed peer, on the demo's model; more rows: DATA=FILE.csv LIMIT=200.
 DATA ?= sample
 LIMIT ?= 100
-bench: .venv/.demo
+edge-eval-demo/gemma-3-270m: | .venv/.demo
+	$(BIN)/edge-eval demo
+
+bench: .venv/.demo edge-eval-demo/gemma-3-270m
 	$(BIN)/python benchmarks/parts.py --model edge-eval-demo/gemma-3-270m --data $(DATA) --limit $(LIMIT)
 	$(BIN)/python benchmarks/peers.py --data $(DATA) --limit $(LIMIT)
 
