@@ -35,7 +35,7 @@ class Step:
     name: str
     seconds: float
     peak_mb: float
-    # Resident when a quarter was answered, and at the last look: what a run holds on to grows.
+    # Resident at a quarter of its answering and at the end of it: what a run holds on to grows.
     quarter_mb: float | None = None
     end_mb: float | None = None
 
@@ -73,6 +73,7 @@ def run_step(name: str, *command: str, watch: Path | None = None, n_rows: int = 
     start = time.monotonic()
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
     looks: list[tuple[int, float]] = []
+    n_before = count_lines(watch) if watch is not None else 0
     while True:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         if pid:
@@ -85,7 +86,8 @@ def run_step(name: str, *command: str, watch: Path | None = None, n_rows: int = 
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode not in (0, -9):
         raise SystemExit(f"{name} ended with {process.returncode}")
-    answering = [mb for lines, mb in looks if lines > 1 and mb]
+    # Behind its first answer and before its last: then the whole record is read again.
+    answering = [mb for lines, mb in looks if n_before + 1 < lines < looks[-1][0] and mb]
     return Step(
         name,
         time.monotonic() - start,

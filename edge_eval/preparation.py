@@ -96,7 +96,7 @@ def prepare(
     reads_text = config.scoring in TEXT_SCORING_METHODS
     spell = _unspelt_letters if reads_text else partial(ten_letters, tokenizer, own_text=own_text)
     letters = spell(asker.wording)
-    check_vocabulary(directory, manifest, asked, vocabulary_size(tokenizer))
+    check_vocabulary(directory, manifest, asked, tokenizer)
     if asked.n_tokens.min() > manifest.max_length:
         raise DataError(
             f"every prompt is longer than the {manifest.max_length} tokens that {manifest.name} "
@@ -223,13 +223,13 @@ def decoder_input(config: RunConfig, manifest: ExportManifest) -> tuple[int, ...
 
 
 def check_vocabulary(
-    directory: Path, manifest: ExportManifest, asked: AskedPrompts, n_ids: int
+    directory: Path, manifest: ExportManifest, asked: AskedPrompts, tokenizer: Any
 ) -> None:
     """Raise ModelError when the prompts hold ids the embedding table has no row for."""
     if (largest := asked.largest_token_id()) >= manifest.vocab_size:
         raise ModelError(
             f"the tokenizer in {directory} makes token {largest} and the model has "
-            f"{manifest.vocab_size} (the tokenizer knows {n_ids}): it belongs to another model."
+            f"{manifest.vocab_size} (the tokenizer knows {vocabulary_size(tokenizer)}): it belongs to another model."
         )
 
 

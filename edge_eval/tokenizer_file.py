@@ -21,6 +21,11 @@ _TOKEN = rb'"((?:[^"\\]++|\\.)*+)"'
 _BETWEEN = re.compile(rb'\}\s*,\s*"merges"\s*:\s*\[')
 _PAIR = re.compile(rb"\s*\[\s*%s\s*,\s*%s\s*\]\s*([,\]])" % (_TOKEN, _TOKEN))
 _JOINED = re.compile(rb"\s*%s\s*([,\]])" % _TOKEN)
+# Many at once, none the last, of tokens without quotes or escapes: what stands between two quotes is
+# then a token, or lies between tokens, by turns.
+_PLAIN = rb'"[^"\\ \x00-\x1f]++"'
+_PAIRS = re.compile(rb"(?:\s*+\[\s*+%s\s*+,\s*+%s\s*+\]\s*+,){1,4096}+" % (_PLAIN, _PLAIN))
+_JOINS = re.compile(rb'(?:\s*+"[^"\\ \x00-\x1f]++ [^"\\ \x00-\x1f]++"\s*+,){1,4096}+')
 
 
 class _OtherForm(Exception):  # noqa: N818 - no error: the plain way reads it
@@ -81,10 +86,19 @@ def _added_token(entry: dict[str, Any]) -> Any:
 def _write_merges(content: bytes, start: int, file: BinaryIO) -> int:
     """Write the merges from ``start`` on as lines of merges.txt; where their list ends."""
     file.write(b"#version: 0.2\n")
-    pattern = _PAIR if content[start : start + 64].lstrip()[:1] == b"[" else _JOINED
-    for found in pattern.finditer(content, start):
-        if found.start() != start:
-            break
+    in_pairs = content[start : start + 64].lstrip()[:1] == b"["
+    one, many = (_PAIR, _PAIRS) if in_pairs else (_JOINED, _JOINS)
+    while True:
+        if found := many.match(content, start):
+            start = found.end()
+            if b'"#version' in found[0]:
+                raise _OtherForm
+            lines = found[0].split(b'"')[1::2]
+            if in_pairs:
+                lines = list(map(b" ".join, zip(lines[::2], lines[1::2], strict=True)))
+            file.write(b"\n".join(lines) + b"\n")
+        if not (found := one.match(content, start)):
+            raise _OtherForm
         start = found.end()
         *parts, closing = found.groups()
         line = b" ".join(parts)
@@ -96,4 +110,3 @@ def _write_merges(content: bytes, start: int, file: BinaryIO) -> int:
         file.write(line + b"\n")
         if closing == b"]":
             return start - 1
-    raise _OtherForm

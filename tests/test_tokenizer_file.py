@@ -1,5 +1,6 @@
 """A tokenizer read in parts is the one that the library reads whole."""
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,8 +79,39 @@ def test_the_tiny_models_prompts_are_the_same(
     same(read_tokenizer(path), theirs, texts)
 
 
+@pytest.mark.parametrize("form", ["close", "pretty", "joined"])
+def test_merges_by_the_thousand_are_the_same_in_the_same_order(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some hold what stands between merges, or need escapes."""
+    letters = [chr(code) for code in range(0x4E00, 0x4E00 + 3000)]
+    odd = ["],[", ",", "],", '"', "\\", "[", "]", '","', '"],["']
+    vocab = {token: index for index, token in enumerate([*letters, *odd])}
+    pairs = [*itertools.pairwise(letters)]
+    pairs += [(left, right) for left in odd for right in [*odd, letters[0]]]
+    pairs += [*zip(letters, letters[2:], strict=False)]
+    for left, right in pairs:
+        vocab.setdefault(left + right, len(vocab))
+    path = tmp_path / "tokenizer.json"
+    theirs = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    theirs.save(str(path), pretty=form == "pretty")
+    if form == "joined":
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields["model"]["merges"] = [" ".join(pair) for pair in pairs]
+        path.write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
+    same(in_parts(path, monkeypatch), theirs, ["".join(letters), "".join(odd * 2) + letters[0]])
+
+
 @pytest.mark.parametrize(
-    "pairs", [[["a b", "c"]], [["a", "\n"]], [["#version", "a"]], [["a", "b", "c"]]]
+    "pairs",
+    [
+        [["a b", "c"]],
+        [["a b", "c"], ["a", "b"]],
+        [["a", "\n"]],
+        [["#version", "a"]],
+        [["#version", "a"], ["a", "b"]],
+        [["a", "b", "c"]],
+    ],
 )
 def test_what_does_not_fit_a_line_is_read_the_plain_way(
     pairs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
