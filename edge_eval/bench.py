@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from edge_eval import environment, metrics
 from edge_eval.errors import ModelError, OptionError
@@ -29,6 +28,7 @@ from edge_eval.onnx_file import fields
 from edge_eval.onnx_folder import is_as_found, open_any_model, read_any_manifest
 from edge_eval.schema import Int64Array
 from edge_eval.streams import SharedIterator, merge
+from edge_eval.tables import fact_table, figure_table, print_table
 
 MIN_PASSES = 5  # of each length: fewer have no quartiles worth the name
 PRODUCT_SIZE = 2048  # rows and columns of the product that finds the machine's peak
@@ -315,9 +315,8 @@ def print_bench(figures: dict[str, Any], console: Console) -> None:
     rows = [("single-stream", row) for row in figures["latency"]]
     rows += [("  by threads", row) for row in figures["threads_sweep"]]
     rows += [("  sustained", figures["sustained"]), ("offline", figures["offline"])]
-    series = Table("scenario", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("cores", "tokens", "n", "p50 ms", "p25-p75", "p90", "tokens/s", "% peak"):
-        series.add_column(heading, justify="right")
+    headings = ("cores", "tokens", "n", "p50 ms", "p25-p75", "p90", "tokens/s", "% peak")
+    series = figure_table("scenario", *headings)
     for name, row in rows:
         low, middle, high, p90 = (_ms(row[f"latency_p{rank}_ms"]) for rank in (25, 50, 75, 90))
         share = row["share_of_fp32_peak"]
@@ -332,7 +331,7 @@ def print_bench(figures: dict[str, Any], console: Console) -> None:
             f"{row['prompt_tokens_per_s']:,.0f}",
             "-" if share is None else f"{share:.0%}".rstrip("%"),
         )
-    console.print(series)
+    print_table(console, series)
 
     def known(key: str, words: Callable[[Any], str]) -> str:
         value = figures[key]
@@ -341,7 +340,7 @@ def print_bench(figures: dict[str, Any], console: Console) -> None:
         return words(value)
 
     offline, sustained = figures["offline"], figures["sustained"]
-    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    facts = fact_table()
     for name, words in {
         "latency, fitted": known(
             "fit", lambda f: f"{f['fixed_ms']:.1f} ms + {f['ms_per_token']:.3f} ms x tokens"
@@ -372,7 +371,7 @@ def print_bench(figures: dict[str, Any], console: Console) -> None:
         "": " ".join(machine["instruction_sets"] or ["instruction sets unknown"]),
     }.items():
         facts.add_row(name, words)
-    console.print(facts)
+    print_table(console, facts)
 
 
 def _ms(value: float | None) -> str:

@@ -29,6 +29,7 @@ from edge_eval.questions import load_questions
 from edge_eval.schema import EncodedPrompt, Float32Array, Question, QuestionSet, RunConfig
 from edge_eval.scoring import decoder_input_ids
 from edge_eval.streams import merge
+from edge_eval.tables import figure_table, print_table
 from edge_eval.tokenization import LetterTokens, encode_prompts, letter_tokens, load_tokenizer
 
 N_ROWS = 20
@@ -345,7 +346,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             + "; ".join(f"{given} under {', '.join(names)}" for given, names in ways.items()),
             soft_wrap=True,
         )
-    letters = Table("protocol", "letter", "scored as", "ids", "in place", box=None, pad_edge=False)
+    columns = ("protocol", "letter", "scored as", "ids", "in place")
+    letters = Table(*columns, box=None, pad_edge=False)
     for name, found in report["templates"].items():
         for index, letter in enumerate(found.get("letters", ())):
             mark = "" if letter["agrees"] else " (*)"
@@ -356,22 +358,14 @@ def print_report(report: dict[str, Any], console: Console) -> None:
                 " ".join(map(str, letter["ids"])),
                 _list(letter["in_place"]) + mark,
             )
-    console.print(letters)
+    print_table(console, letters)
     console.print(
         "(*) Written out behind the prompt the letter would be other tokens than the one scored, "
         "mostly because the cue's space joins it.",
         soft_wrap=True,
     )
-    table = Table("protocol", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in (
-        "rows",
-        "letter mass %",
-        "entropy 0-1",
-        "A/B/C/D/E wins",
-        "longest",
-        "too long",
-    ):
-        table.add_column(heading, justify="right")
+    measured = ("rows", "letter mass %", "entropy 0-1", "A/B/C/D/E wins", "longest", "too long")
+    table = figure_table("protocol", *measured)
     for name, found in report["templates"].items():
         if "refused" in found:
             table.add_row(name, "", "refused", "", "", str(found["longest_tokens"]), "")
@@ -386,7 +380,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             str(found["n_too_long"]),
         )
     console.print("\nOn rows stratified by task, the share of the probability the letters hold:")
-    console.print(table)
+    print_table(console, table)
     for found in report["templates"].values():
         if "refused" in found:
             console.print(f"Refused: {found['refused']}", soft_wrap=True, markup=False)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from edge_eval.compare import Ranking, compare
 from edge_eval.metrics import micro_accuracy
 from edge_eval.rescore import unrotated
 from edge_eval.schema import RunRecord
+from edge_eval.tables import figure_table, print_table
 
 PROMPTS = {"en": "English prompt", "ar": "Arabic prompt"}
 ALPHABETS = {"latin": "Latin letters", "arabic": "Arabic letters"}
@@ -64,7 +64,7 @@ def print_matrix(records: Sequence[RunRecord], console: Console) -> None:
         f"protocol, n = {first['n_scored']:,} questions, chance {first['chance'] * 100:.1f} %",
         soft_wrap=True,
     )
-    table = Table("", *ALPHABETS.values(), box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = figure_table("", *ALPHABETS.values())
     for prompt, title in PROMPTS.items():
         row = [cells[f"{prompt}-{alphabet}"] for alphabet in ALPHABETS]
         table.add_row(
@@ -76,7 +76,7 @@ def print_matrix(records: Sequence[RunRecord], console: Console) -> None:
                 for c in row
             ),
         )
-    console.print(table)
+    print_table(console, table)
     console.print(_words(figures["ranking"]), soft_wrap=True)
 
 

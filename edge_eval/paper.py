@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 
 from edge_eval.metrics import by, micro_accuracy
 from edge_eval.questions import TASKS
 from edge_eval.schema import RunRecord, Status, task_name
+from edge_eval.tables import figure_table, print_table
 
 COLUMNS = (*TASKS, "micro (all)")
 
@@ -83,13 +83,11 @@ def print_paper(record: RunRecord, console: Console) -> None:
             f"Not set beside the paper's Table 4: {reason}.", soft_wrap=True, markup=False
         )
         return
-    table = Table("Table 4, %", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right")
+    table = figure_table("Table 4, %", *COLUMNS)
     for row in beside_paper({record.manifest.name: record}):
         cells = [f"{value:.1f}" for value in row.percent]
         table.add_row(row.model, *cells, style="bold" if row.is_run else None)
-    console.print(table)
+    print_table(console, table)
 
 
 TABLE_4 = (

@@ -13,6 +13,7 @@ from edge_eval.questions import SAMPLE_NOTE
 from edge_eval.rescore import rescore, unrotated
 from edge_eval.schema import RunRecord
 from edge_eval.scoring import TEXT_SCORING_METHODS, protocol_named
+from edge_eval.tables import fact_table, figure_table, print_table
 
 
 def summarize(record: RunRecord) -> dict[str, Any]:
@@ -171,9 +172,9 @@ def print_summary(record: RunRecord, console: Console, *, slices: bool = False) 
             "the options in their own order.",
             soft_wrap=True,
         )
-    console.print(_accuracy_table(record, slices=slices))
+    print_table(console, _accuracy_table(record, slices=slices))
     _print_counts(figures, console)
-    console.print(_cost_table(figures))
+    print_table(console, _cost_table(figures))
 
 
 def _protocol_words(protocol: Mapping[str, Any]) -> str:
@@ -190,9 +191,7 @@ def _protocol_words(protocol: Mapping[str, Any]) -> str:
 
 
 def _accuracy_table(record: RunRecord, *, slices: bool) -> Table:
-    table = Table("accuracy", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("n", "%", "95 % interval", "chance %"):
-        table.add_column(heading, justify="right")
+    table = figure_table("accuracy", "n", "%", "95 % interval", "chance %")
     predictions = unrotated(record.predictions)
     for name, accuracy in metrics.by(predictions, "group").items():
         table.add_row(name, *_cells(accuracy))
@@ -263,9 +262,7 @@ def _print_counts(figures: Mapping[str, Any], console: Console) -> None:
 
 def _cost_table(figures: Mapping[str, Any]) -> Table:
     timing, machine = figures["latency"], figures["machine"]
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column()
+    table = fact_table()
     # A percentile that too few samples cannot carry is None and left out.
     known = [name for name in ("p50", "p90", "p99", "max") if timing[f"latency_{name}_ms"]]
     times = ", ".join(f"{name} {_ms(timing[f'latency_{name}_ms'])}" for name in known)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from edge_eval.compare import ALPHA, Comparison, PairedDifference, Ranking, Ratio
 from edge_eval.metrics import slice_label
+from edge_eval.tables import fact_table, figure_table, print_table
 
 N_IDS_SHOWN = 8
 MAX_HEADING = 16  # characters
@@ -74,7 +75,7 @@ def _speed_words(latency: Ratio) -> str:
 def print_comparison(ranking: Ranking, console: Console) -> None:
     """The runs ranked where there are several, then each comparison with its tables."""
     if len(ranking.places) > 2:
-        console.print(_ranking_table(ranking))
+        print_table(console, _ranking_table(ranking))
         console.print(
             "Runs that share a group number cannot be told apart (McNemar, Holm over all pairs).\n",
             soft_wrap=True,
@@ -83,20 +84,18 @@ def print_comparison(ranking: Ranking, console: Console) -> None:
         console.print(describe(c), style="bold", soft_wrap=True, markup=False)
         if c.n_unscored:
             console.print(f"Left out, not scored in every run: {c.n_unscored:,} questions.")
-        console.print(_difference_table(c))
-        console.print(_slices_table(c))
+        print_table(console, _difference_table(c))
+        print_table(console, _slices_table(c))
         for what, ids in (("gained", c.gained), ("lost", c.lost)):
             shown = ", ".join(ids[:N_IDS_SHOWN]) + (", ..." if len(ids) > N_IDS_SHOWN else "")
             console.print(
                 f"{what} {len(ids):,}{': ' if ids else ''}{shown}", soft_wrap=True, markup=False
             )
-        console.print(_cost_table(c))
+        print_table(console, _cost_table(c))
 
 
 def _ranking_table(ranking: Ranking) -> Table:
-    table = Table("run", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("accuracy %", "95 % interval", "group"):
-        table.add_column(heading, justify="right")
+    table = figure_table("run", "accuracy %", "95 % interval", "group")
     for place in ranking.places:
         interval = "-"
         if place.ci_low is not None and place.ci_high is not None:
@@ -113,10 +112,12 @@ def _headings(c: Comparison) -> tuple[str, str]:
     return escape(c.baseline), escape(c.candidate)
 
 
+def _paired_table(names: str, c: Comparison) -> Table:
+    return figure_table(names, "n", *_headings(c), "points", "95 % interval", "p (Holm)")
+
+
 def _difference_table(c: Comparison) -> Table:
-    table = Table("accuracy", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("n", *_headings(c), "points", "95 % interval", "p (Holm)"):
-        table.add_column(heading, justify="right", overflow="fold")
+    table = _paired_table("accuracy", c)
     _add_rows(table, c.groups)
     # Forty tasks would bury the groups: those that stand out are named, the JSON has them all.
     _add_rows(table, {k: task for k, task in c.tasks.items() if task.p_holm < ALPHA})
@@ -129,9 +130,7 @@ def _difference_table(c: Comparison) -> Table:
 
 
 def _slices_table(c: Comparison) -> Table:
-    table = Table("kind of question", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("n", *_headings(c), "points", "95 % interval", "p (Holm)"):
-        table.add_column(heading, justify="right", overflow="fold")
+    table = _paired_table("kind of question", c)
     for name, parts in c.slices.items():
         _add_rows(table, {slice_label(name, part): d for part, d in parts.items()})
     return table
@@ -143,14 +142,12 @@ def _add_rows(
     for name, d in differences.items():
         shares = [f"{share * 100:.1f}" for share in (d.baseline, d.candidate)]
         interval = _interval(d.ci_low, d.ci_high)
-        p = f"{d.p_holm:.3f}" if d.p_holm >= 0.001 else "< 0.001"
+        p = f"{d.p_holm:.3f}" if d.p_holm >= 0.001 else "<0.001"
         table.add_row(name, str(d.n), *shares, _points(d.difference), interval, p, style=style)
 
 
 def _cost_table(c: Comparison) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column()
+    table = fact_table()
     table.add_row("same option chosen", f"{c.agreement * 100:.1f} % of {c.micro.n:,} questions")
     table.add_row(
         "letters' probabilities",
