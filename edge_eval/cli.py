@@ -750,6 +750,9 @@ def _progress() -> Iterator[Any]:
     )
 
     console = notes()
+    if not console.is_terminal:  # a file would get an empty line
+        yield lambda _done, _total: None
+        return
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -758,7 +761,6 @@ def _progress() -> Iterator[Any]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,  # a file would get an empty line
     )
     with bar:
         task_id = bar.add_task("preparing", total=None, rate="")
