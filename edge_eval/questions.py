@@ -371,8 +371,8 @@ def _parquet_rows(path: Path) -> Rows:
                     problem = f"column {name} is {column}: its types were guessed and text is lost"
                     remedy = "write it from text: pandas.read_csv(..., dtype=str, na_filter=False)"
                     raise DataError(f"{path}: {problem}; {remedy}")
-            _check_unpacked_size(path, table.metadata)
             wanted = [raw for raw, name in zip(raw_names, names, strict=True) if name in COLUMNS]
+            _check_unpacked_size(path, table.metadata, wanted)
             line = 0
             for batch in table.iter_batches(batch_size=64, columns=wanted):
                 # A few bytes on disk may stand for gigabytes in memory.
@@ -385,13 +385,15 @@ def _parquet_rows(path: Path) -> Rows:
         raise DataError(f"{path}: not readable as parquet: {_reason(error)}") from error
 
 
-def _check_unpacked_size(path: Path, metadata: Any) -> None:
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for chunk in map(group.column, range(group.num_columns)):
-            if chunk.total_uncompressed_size > MAX_CHARACTERS:
-                size = f"{chunk.total_uncompressed_size:,} bytes"
-                problem = f"{chunk.path_in_schema} unpacks to {size}: not a table of questions"
-                raise DataError(f"{path}: column {problem}")
+def _check_unpacked_size(path: Path, metadata: Any, wanted: Sequence[str]) -> None:
+    """Raise DataError for rows that stand together, and are read so, and are too much."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        chunks = [group.column(index) for index in range(group.num_columns)]
+        size = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema in wanted)
+        if size > MAX_CHARACTERS:
+            problem = f"row group {number} unpacks to {size:,} bytes: not a table of questions"
+            raise DataError(f"{path}: {problem}")
 
 
 def _longest_cell(column: Any) -> int:

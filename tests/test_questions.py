@@ -343,8 +343,14 @@ def test_parquet_that_unpacks_to_too_much_is_not_unpacked(tmp_path, monkeypatch)
     monkeypatch.setattr(module, "MAX_CHARACTERS", 1 << 22)
     path = tmp_path / "rows.parquet"
     write_long_parquet(path, 6, 1 << 20, named_once=False)
-    with pytest.raises(DataError, match=r"Question unpacks to 6,291,\d\d\d bytes"):
+    with pytest.raises(DataError, match=r"row group 0 unpacks to 6,292,\d\d\d bytes"):
         load(path)
+    # Columns are read side by side, so that they count together; what is not read does not count.
+    write_parquet(path, [{**row(), "Question": "x" * 3_000_000, "Context": "y" * 3_000_000}])
+    with pytest.raises(DataError, match=r"row group 0 unpacks to 6,0\d\d,\d\d\d bytes"):
+        load(path)
+    write_parquet(path, [{**row(), "Remarks": "x" * 6_000_000}])
+    assert len(load(path).test) == 1
     # One text, held once and named six times, is a question of its own every time.
     write_long_parquet(path, 6, 1 << 20, named_once=True)
     with pytest.raises(DataError, match="line 4: over 4,194,304 characters in all"):
