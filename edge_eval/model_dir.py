@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,10 +196,18 @@ def sha256_of(path: Path) -> str:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
 
 
+def _hash_all(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """Two at a time: the head and the weights are most of a model, and hashing is slow."""
+    names = list(names)
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(sha256_of, map(directory.joinpath, names)), strict=True))
+
+
 def verify_hashes(directory: Path, manifest: ExportManifest) -> None:
     """Raise ModelError when a file's content is not what the manifest says."""
+    found = _hash_all(directory, manifest.files)
     for name, facts in manifest.files.items():
-        if sha256_of(directory / name) != facts["sha256"]:
+        if found[name] != facts["sha256"]:
             raise ModelError(
                 f"{directory / name} is not the file that was exported (its SHA-256 differs from "
                 f"{MANIFEST}): copy or export it again."
@@ -208,11 +217,8 @@ def verify_hashes(directory: Path, manifest: ExportManifest) -> None:
 def describe_files(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The manifest's ``files``: size and SHA-256 of each."""
     return {
-        name: {
-            "size_bytes": (directory / name).stat().st_size,
-            "sha256": sha256_of(directory / name),
-        }
-        for name in sorted(names)
+        name: {"size_bytes": (directory / name).stat().st_size, "sha256": sha256}
+        for name, sha256 in _hash_all(directory, sorted(names)).items()
     }
 
 

@@ -72,7 +72,7 @@ def load_tokenizer(directory: Path) -> Any:
             f"{path} is missing: the prompts cannot be turned into token ids. Export the checkpoint "
             "again with `edge-eval export`."
         )
-    _check_file(path)
+    check_tokenizer_file(path)
     with _panics_told(str(path)):
         try:
             tokenizer = read_tokenizer(path)
@@ -99,7 +99,7 @@ _TEXTS = re.compile(
 )
 
 
-def _check_file(path: Path) -> None:
+def check_tokenizer_file(path: Path) -> None:
     """Raise ModelError for what the library would take gigabytes or hours to read.
 
     Found without reading the file as JSON, which takes more time and memory than the tokenizer.

@@ -4,6 +4,7 @@ transformers' tokenizer for a GGUF file is not used: for several vocabularies it
 tokens than llama.cpp does (exporters/gguf_tokenizer.py).
 """
 
+import math
 import mmap
 import shutil
 import struct
@@ -12,11 +13,14 @@ from pathlib import Path
 
 from edge_eval.errors import ExportError
 from edge_eval.schema import ExportManifest
+from exporters.checkpoint import Source
 from exporters.gguf_tokenizer import Cursor, read_metadata, write_tokenizer_files
-from exporters.huggingface import Source, load_causal_model, quiet, write_model_directory
+from exporters.huggingface import load_causal_model, quiet, write_model_directory
 
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16  # bytes, of the tensors' data
 UINT32, ARRAY = 4, 9  # types of values
+# Beyond these the gguf package reads for ever, or overflows.
+MAX_DIMENSIONS, MAX_WEIGHTS = 4, 1 << 40
 
 
 def export_gguf(path: Path, output: Path, *, fused: bool = True) -> ExportManifest:
@@ -62,7 +66,11 @@ def copy_without_vocabulary(path: Path, target: Path, metadata: dict[str, object
             for _ in range(n_tensors):
                 cursor.text()
                 (n_dimensions,) = cursor.numbers("I")
-                cursor.take(8 * n_dimensions + 4 + 8)  # the shape, the type, the offset
+                if n_dimensions > MAX_DIMENSIONS:
+                    raise ValueError(f"a tensor of {n_dimensions} dimensions")
+                if math.prod(cursor.numbers("Q", n_dimensions)) > MAX_WEIGHTS:
+                    raise ValueError(f"a tensor of over {MAX_WEIGHTS:,} weights")
+                cursor.take(4 + 8)  # its type and offset
         except ValueError as error:
             raise ExportError(
                 f"{path}: not a GGUF file that can be read ({error}): download or convert it again"

@@ -5,14 +5,13 @@ write_model_directory() is the one place that lays a directory out; gguf.py ends
 
 import contextlib
 import importlib.metadata
-import json
 import logging
 import os
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,7 @@ from edge_eval.model_dir import (
     write_manifest,
 )
 from edge_eval.schema import ExportManifest
-
-# What a checkpoint is made of: no pickles, no code.
-CHECKPOINT_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+from exporters.checkpoint import Source, open_checkpoint, read_json
 
 # A prompt's length where the checkpoint states none (BLOOM: trained at 2,048 tokens).
 FALLBACK_MAX_LENGTH = 2048
@@ -40,103 +37,31 @@ FALLBACK_MAX_LENGTH = 2048
 TOOLS = ("edge-eval", "optimum-onnx", "transformers", "torch", "onnx", "onnxruntime", "tokenizers")
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a checkpoint came from, as the manifest tells it."""
-
-    name: str
-    revision: str | None = None
-
-
 def export_checkpoint(
     source: str, output: Path, *, revision: str | None = None, fused: bool = True
 ) -> ExportManifest:
     """Export a local folder or a Hub id to the model directory ``output``.
 
-    Errors: ExportError for a source that is not there, wants remote code, has only pickled
-    weights, is no causal language model, or does not survive verification.
+    Errors: ExportError as open_checkpoint(), and for what does not load or does not survive
+    verification.
     """
-    folder, found_revision = _checkpoint_folder(source, revision)
-    config = _read_json(folder / "config.json")
-    if "auto_map" in config:
-        raise ExportError(
-            f"{source} wants to run code of its own (auto_map in config.json). edge-eval runs no "
-            "code of a model's: export a checkpoint whose architecture transformers knows."
-        )
-    if not any(folder.glob("*.safetensors")):
-        pickled = sorted(path.name for path in folder.glob("*.bin"))
-        found = f" ({', '.join(pickled)}: pickles, which can run code)" if pickled else ""
-        raise ExportError(
-            f"{source} has no .safetensors weights{found}. Convert the checkpoint to safetensors."
-        )
     from exporters.checkpoint_tokenizer import write_tokenizer
 
-    with quiet():
-        if config.get("is_encoder_decoder"):
+    with quiet(), open_checkpoint(source, revision) as checkpoint:
+        folder = checkpoint.folder
+        if checkpoint.config.get("is_encoder_decoder"):
             from exporters.encoder_decoder import load_encoder_decoder
 
-            model = load_encoder_decoder(folder, config.get("model_type"))
+            model = load_encoder_decoder(folder, checkpoint.config.get("model_type"))
         else:
             model = load_causal_model(folder)
         return write_model_directory(
             model,
             lambda directory: write_tokenizer(folder, directory),
-            Source(_source_name(source), found_revision),
+            checkpoint.source,
             output,
             fused=fused,
         )
-
-
-def _source_name(source: str) -> str:
-    path = Path(source)
-    return path.resolve().name if path.exists() else source
-
-
-def _checkpoint_folder(source: str, revision: str | None) -> tuple[Path, str | None]:
-    path = Path(source)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ExportError(f"{path} has no config.json: it is not a Hugging Face checkpoint.")
-        return path, None
-    if path.exists() or source.count("/") != 1 or source.startswith((".", "/", "~")):
-        raise ExportError(
-            f"{source} is neither a folder nor a .gguf file nor a Hub id (name/model)."
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        found = Path(snapshot_download(source, revision=revision, allow_patterns=CHECKPOINT_FILES))
-    except GatedRepoError as error:
-        raise ExportError(
-            f"{source} is gated: accept its terms on the Hub and log in with `hf auth login`."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ExportError(f"the Hub has no model {source} (or it is private).") from error
-    except RevisionNotFoundError as error:
-        raise ExportError(f"the Hub's {source} has no revision {revision}.") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ExportError(
-            f"the Hub cannot be reached and {source} is not in the local cache. Check the network and "
-            "HTTPS_PROXY, or give the folder of a checkpoint you have."
-        ) from error
-    return found, found.name
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ExportError(f"{path} is not a JSON object.")
-    return value
 
 
 def load_causal_model(folder: Path, gguf_file: str | None = None) -> Any:
@@ -300,7 +225,7 @@ def _max_length(config: Any) -> int:
 
 def _stated_length(config: Any, directory: Path) -> int | None:
     """The length in tokens that an encoder-decoder was trained at, where its files state one."""
-    settings = _read_json(directory / "tokenizer_config.json")
+    settings = read_json(directory / "tokenizer_config.json")
     stated = getattr(config, "n_positions", None) or settings.get("model_max_length")
     # transformers writes 10^30 where none is known.
     return int(stated) if isinstance(stated, int) and 0 < stated < 1 << 20 else None
@@ -339,7 +264,7 @@ def quiet() -> Iterator[None]:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for name in ("optimum", "torch.onnx", "accelerate"):
+    for name in ("optimum", "torch.onnx"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from edge_eval.errors import ExportError
 from edge_eval.prompts import render
 from edge_eval.schema import Question
+from exporters.gguf import copy_without_vocabulary
 from exporters.gguf_tokenizer import (
     PRE_TOKENIZERS,
     build_tokenizer,
@@ -405,6 +406,26 @@ def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path, content: bytes, reas
         read_metadata(path)
     assert str(path) in str(refusal.value)
     assert reason in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((2,) * 5, "5 dimensions"),
+        ((1 << 20, 1 << 21), "over 1,099,511,627,776 weights"),
+        ((1 << 32, 1 << 32, 1 << 32), "over 1,099,511,627,776 weights"),
+    ],
+)
+def test_tensors_of_no_model_are_refused(
+    shape: tuple[int, ...], reason: str, tmp_path: Path
+) -> None:
+    """The gguf package takes 64-bit sizes for what they say."""
+    entry = text(b"w") + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, 0)
+    head = gguf(*ENTRIES)
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(head[:8] + struct.pack("<Q", 1) + head[16:] + entry + b"\0" * 64)
+    with pytest.raises(ExportError, match=reason):
+        copy_without_vocabulary(path, tmp_path / "copy.gguf", read_metadata(path))
 
 
 def test_a_path_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_an_existing_output_is_left_alone(tiny_checkpoint: Path, tmp_path: Path)
         ),
         (
             lambda folder: (folder / "config.json").write_text(json.dumps({"model_type": "new"})),
-            "cannot be loaded",
+            "architecture 'new', which cannot be exported",
         ),
     ],
     ids=["no config", "no weights", "pickles", "broken weights", "no tokenizer", "code", "unknown"],

@@ -1,0 +1,182 @@
+"""A stranger's checkpoint: nothing of it runs, nothing outside its folder is read or written."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_eval.errors import ExportError, ModelError
+
+pytest.importorskip("torch")
+from exporters.checkpoint import open_checkpoint
+from exporters.huggingface import export_checkpoint, load_causal_model
+
+
+@pytest.fixture
+def llama(make_checkpoint: Any) -> Path:
+    folder: Path = make_checkpoint("llama")
+    return folder
+
+
+def edit(path: Path, **changes: Any) -> None:
+    fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(fields | changes), encoding="utf-8")
+
+
+@pytest.fixture
+def code_elsewhere(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder whose configuration is code, and the file that appears when it runs."""
+    folder, ran = tmp_path / "elsewhere", tmp_path / "ran"
+    folder.mkdir()
+    edit(folder / "config.json", model_type="odd", auto_map={"AutoConfig": "odd.OddConfig"})
+    (folder / "odd.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import PretrainedConfig\n"
+        "class OddConfig(PretrainedConfig):\n    model_type = 'odd'\n",
+        encoding="utf-8",
+    )
+    return folder, ran
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("trust", [True, False])
+def test_code_that_a_nested_config_names_does_not_run(
+    trust: bool, inside: bool, llama: Path, code_elsewhere: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """CVE-2026-5241: transformers below 5.5 takes trust_remote_code from the checkpoint."""
+    folder, ran = code_elsewhere
+    config = {
+        "model_type": "lightglue",
+        "trust_remote_code": trust,
+        "keypoint_detector_config": {"model_type": "odd", "_name_or_path": str(folder)},
+    }
+    if inside:
+        config = {"model_type": "gemma3", "text_config": config}
+    (llama / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for path in llama.glob("tokenizer_config.json"):
+        path.unlink()  # without it transformers looks into config.json for the tokenizer too
+    with pytest.raises(ExportError, match=r"code of its own|architecture 'lightglue'"):
+        export_checkpoint(str(llama), tmp_path / "model")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "where", [{}, {"quantization_config": {}}, {"layers": [{"deep": [{}]}]}], ids=str
+)
+def test_a_wish_to_run_code_is_found_at_any_depth(where: dict[str, Any], llama: Path) -> None:
+    part = where
+    while part:
+        inner = next(iter(part.values()))
+        part = inner[0] if isinstance(inner, list) else inner
+    part["auto_map"] = {"AutoConfig": "odd.OddConfig"}
+    edit(llama / "config.json", **where)
+    with pytest.raises(ExportError, match=r"auto_map in config\.json"), open_checkpoint(str(llama)):
+        pass
+
+
+def test_chat_templates_are_no_file_names(llama: Path, tmp_path: Path) -> None:
+    """CVE-2026-9856: transformers below 5.10 writes NAME.jinja wherever the name leads."""
+    edit(
+        llama / "tokenizer_config.json",
+        chat_template=[
+            {"name": "default", "template": "{{ messages[0].content }}"},
+            {"name": str(tmp_path / "written"), "template": "elsewhere"},
+            "no template",
+        ],
+    )
+    export_checkpoint(str(llama), tmp_path / "model")
+    assert not list(tmp_path.glob("written*"))
+    template = (tmp_path / "model" / "chat_template.jinja").read_text(encoding="utf-8")
+    assert template == "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_attn_implementation", "_attn_implementation_internal", "attn_implementation"],
+)
+def test_the_implementation_is_ours_to_choose(name: str, llama: Path) -> None:
+    """CVE-2026-4372: a repository named there is a kernel to fetch and run."""
+    edit(llama / "config.json", **{name: "nobody/kernel"})
+    with open_checkpoint(str(llama)) as checkpoint:
+        model = load_causal_model(checkpoint.folder)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_weights_outside_the_folder_are_not_read(llama: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(llama / "model.safetensors", "pt") as weights:
+        names = list(weights.keys())
+    (llama / "model.safetensors").rename(tmp_path / "private.safetensors")
+    for path in ("../private.safetensors", str(tmp_path / "private.safetensors"), None, ["x"]):
+        index = {"weight_map": dict.fromkeys(names, path)}
+        (llama / "other.safetensors").write_bytes(b"")
+        (llama / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        with pytest.raises(ExportError, match="names weights that are not in the folder"):
+            export_checkpoint(str(llama), tmp_path / "model")
+
+
+def test_vocabularies_outside_the_folder_are_not_read(llama: Path, tmp_path: Path) -> None:
+    private = tmp_path / "private.json"
+    private.write_text('{"secret": 0}', encoding="utf-8")
+    edit(llama / "tokenizer_config.json", vocab_file=str(private), tokenizer_file=str(private))
+    with open_checkpoint(str(llama)) as checkpoint:
+        settings = (checkpoint.folder / "tokenizer_config.json").read_text(encoding="utf-8")
+    assert "private" not in settings
+
+
+def test_only_weights_and_vocabularies_are_seen(llama: Path) -> None:
+    before = {path.name for path in llama.iterdir()}
+    for name in ("modeling_odd.py", "generation_config.json", "vocab.pkl", "extra.safetensors.py"):
+        (llama / name).write_text("{}", encoding="utf-8")
+    (llama / "folder.model").mkdir()
+    with open_checkpoint(str(llama)) as checkpoint:
+        assert {path.name for path in checkpoint.folder.iterdir()} == before - {
+            "generation_config.json"
+        }
+    assert not checkpoint.folder.exists()
+    assert (llama / "model.safetensors").is_file()
+
+
+def test_an_adapter_is_told_from_a_model(llama: Path) -> None:
+    edit(llama / "adapter_config.json", base_model_name_or_path="someone/model")
+    with pytest.raises(ExportError, match="merge it into its base model"):
+        export_checkpoint(str(llama), llama / "model")
+
+
+def test_a_tokenizer_that_takes_hours_is_refused_before_it_is_read(llama: Path) -> None:
+    token = {"id": 0, "content": "x" * 5000, "special": False}
+    edit(llama / "tokenizer.json", added_tokens=[token])
+    with pytest.raises(ModelError, match="Do not trust"):
+        export_checkpoint(str(llama), llama / "model")
+
+
+@pytest.mark.parametrize("depth", [200, 100_000])
+def test_settings_nested_without_end_are_one_line(depth: int, llama: Path) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    (llama / "config.json").write_text(
+        '{"model_type": "llama", "deep": ' + nested + "}", encoding="utf-8"
+    )
+    with pytest.raises(ExportError, match=r"nested over 64 deep|cannot be read as JSON") as found:
+        export_checkpoint(str(llama), llama / "model")
+    assert "\n" not in str(found.value)
+
+
+def test_a_language_model_is_known_by_its_architecture(llama: Path) -> None:
+    for change in ({"model_type": None}, {"model_type": "siglip"}, {"model_type": ["llama"]}):
+        edit(llama / "config.json", **change)
+        with pytest.raises(ExportError, match="cannot be exported"):
+            export_checkpoint(str(llama), llama / "model")
+    edit(llama / "config.json", model_type="gemma3", vision_config={"model_type": "siglip"})
+    with pytest.raises(ExportError, match="has in it, a network of architecture 'siglip'"):
+        export_checkpoint(str(llama), llama / "model")
+
+
+def test_an_error_names_the_checkpoint_and_not_its_copy(llama: Path) -> None:
+    (llama / "model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(ExportError, match="cannot be loaded") as found:
+        export_checkpoint(str(llama), llama / "model")
+    assert str(llama) in str(found.value)
+    assert tempfile.gettempdir() not in str(found.value).replace(str(llama), "")
