@@ -73,11 +73,17 @@ class Handler(BaseHTTPRequestHandler):
             reply = server.plan.pop(0) if server.plan else server.healthy
             server.n_at_once += 1
             server.most_at_once = max(server.most_at_once, server.n_at_once)
+        self.is_counted = True
         try:
             reply(self, body)
         finally:
-            with server.lock:
-                server.n_at_once -= 1
+            self.leave()
+
+    def leave(self) -> None:
+        """Count the request as done: before its last byte, for then the next may come."""
+        with self.server.lock:
+            self.server.n_at_once -= self.is_counted
+            self.is_counted = False
 
     def send(self, status: int, content: bytes, **headers: str) -> None:
         self.send_response(status)
@@ -85,6 +91,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        self.leave()
         self.wfile.write(content)
 
     def log_message(self, *arguments: object) -> None:
