@@ -264,7 +264,7 @@ def quiet() -> Iterator[None]:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for name in ("optimum", "torch.onnx"):
+    for name in ("optimum", "torch.onnx", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -9,7 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-NOT_FOR_RUNS = ("optimum-onnx", "transformers", "vl-convert-python", "playwright")
+NOT_FOR_RUNS = ("accelerate", "optimum-onnx", "transformers", "vl-convert-python", "playwright")
 
 settings = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
 wanted = [
