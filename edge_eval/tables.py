@@ -35,10 +35,11 @@ def print_table(console: Console, table: Table) -> None:
     """Print a table, its columns narrowed where the console is: see above."""
     natural = [_widest(column, str.splitlines) for column in table.columns]
     if sum(natural) + GAP * (len(natural) - 1) > console.width:
-        table.padding = (0, SMALL_GAP, 0, 0)
         widths = [_least(column, is_name=i == 0) for i, column in enumerate(table.columns)]
-        spare = console.width - sum(widths) - SMALL_GAP * (len(widths) - 1)
         words = [_widest(column, str.split) for column in table.columns]
+        gaps = len(widths) - 1
+        gap = GAP if sum(map(max, widths, words)) + GAP * gaps <= console.width else SMALL_GAP
+        spare = console.width - sum(widths) - gap * gaps
         for wanted in (words, natural):  # whole words first
             for i, width in enumerate(wanted):
                 more = max(0, min(width - widths[i], spare))
@@ -46,7 +47,8 @@ def print_table(console: Console, table: Table) -> None:
                 spare -= more
         for column, width in zip(table.columns, widths, strict=True):
             column.width, column.overflow = width, "fold"
-        table.width = sum(widths) + SMALL_GAP * (len(widths) - 1)
+        table.padding = (0, gap, 0, 0)
+        table.width = sum(widths) + gap * gaps
     console.print(table, soft_wrap=True)
 
 

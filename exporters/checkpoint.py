@@ -1,10 +1,7 @@
 """Hub id or folder -> a folder that transformers may read: a stranger's checkpoint without its tricks.
 
-transformers does as a checkpoint's settings say, whatever trust_remote_code is: some versions run code
-of other folders that a nested config names, write chat templates to any path, take kernels from the
-Hub. So it never sees the checkpoint's own folder, only one made here: its weights and vocabularies,
-linked, and its settings written anew. See ALLOWED for files, LEFT_OUT for settings; a new kind of
-trick is one more of those.
+transformers never sees the checkpoint's own folder, only a copy made here: its weights and
+vocabularies, linked, nothing from outside the folder, and its settings as settings.py leaves them.
 """
 
 import contextlib
@@ -20,30 +17,26 @@ from typing import Any
 from edge_eval.errors import ExportError
 from edge_eval.model_dir import TOKENIZER
 from edge_eval.tokenization import check_tokenizer_file
+from exporters.settings import check_texts, clean_config, clean_tokenizer_settings
 
 # What a checkpoint is made of: no pickles, no code.
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 WEIGHTS = "*.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
-ALLOWED = (
+LINKED = (
     WEIGHTS,
-    INDEX,
     TOKENIZER,
-    "special_tokens_map.json",
-    "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
     "*.model",
     "chat_template.jinja",
 )
-# Settings of either file: which implementation computes (ours to say), and paths of files.
-LEFT_OUT = re.compile(
-    r".*(attn|experts)_implementation.*|use_kernels|.*_file|_?name_or_path", re.DOTALL
-)
-
-MAX_DEPTH = 64
+SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+SETTINGS = (CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, INDEX)
+MAX_JSON_BYTES = 64 << 20
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +66,20 @@ def open_checkpoint(source: str, revision: str | None = None) -> Iterator[Checkp
     the source's folder where it names the copy.
     """
     folder, found_revision = _find_folder(source, revision)
-    name = folder.resolve().name if Path(source).exists() else source
-    config = _without(read_json(folder / CONFIG))
-    _check_files(source, folder)
-    _check_config(source, config)
+    name = folder.resolve().name if found_revision is None else source
+    files = _check_files(source, folder)
+    weight_bytes = sum(path.stat().st_size for path in files if path.match(WEIGHTS))
+    config = clean_config(source, read_json(folder / CONFIG), weight_bytes)
     if (folder / TOKENIZER).is_file():
         check_tokenizer_file(folder / TOKENIZER)
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch).resolve()
-        for path in (path for pattern in ALLOWED for path in folder.glob(pattern)):
-            if path.is_file():
-                _link(path, copy / path.name)
-        _write_json(copy / CONFIG, config)
-        if (folder / TOKENIZER_CONFIG).is_file():
-            settings = _without(read_json(folder / TOKENIZER_CONFIG))
-            _write_json(copy / TOKENIZER_CONFIG, _with_one_template(settings))
+        for path in files:
+            _link(path, copy / path.name)
+        cleaned = {CONFIG: config} | _clean_others(source, folder)
+        for file, settings in cleaned.items():
+            # In ASCII: half of a surrogate pair, which a text may hold, can be written no other way.
+            (copy / file).write_text(json.dumps(settings), encoding="utf-8")
         try:
             yield Checkpoint(copy, config, Source(name, found_revision))
         except ExportError as error:
@@ -96,11 +88,12 @@ def open_checkpoint(source: str, revision: str | None = None) -> Iterator[Checkp
 
 def _find_folder(source: str, revision: str | None) -> tuple[Path, str | None]:
     path = Path(source)
-    if path.is_dir():
-        return path, None
-    if path.exists() or source.count("/") != 1 or source.startswith((".", "/", "~")):
+    with contextlib.suppress(OSError, ValueError):  # what can be no path is no folder
+        if path.is_dir():
+            return path, None
+    if not _HUB_ID.fullmatch(source) or ".." in source or path.exists():
         raise ExportError(
-            f"{source} is neither a folder nor a .gguf file nor a Hub id (name/model)."
+            f"{source[:200]} is neither a folder nor a .gguf file nor a Hub id (name/model)."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -130,13 +123,13 @@ def _find_folder(source: str, revision: str | None) -> tuple[Path, str | None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Errors: ExportError."""
+    """The object in a JSON file of some megabytes at most. Errors: ExportError."""
+    if not path.exists():
+        raise ExportError(f"{path.parent} has no {path.name}: it is not a Hugging Face checkpoint.")
     try:
+        if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it is no file, or over {MAX_JSON_BYTES:,} bytes long")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ExportError(
-            f"{path.parent} has no {path.name}: it is not a Hugging Face checkpoint."
-        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ExportError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
@@ -144,13 +137,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _check_files(source: str, folder: Path) -> None:
-    """Raise ExportError for a folder whose weights are not all in it, or not all of a model's."""
+def _check_files(source: str, folder: Path) -> list[Path]:
+    """The files that are linked; ExportError for what is not in the folder, or no whole model."""
     if (folder / "adapter_config.json").is_file():
         raise ExportError(
             f"{source} holds an adapter (adapter_config.json): merge it into its base model first."
         )
-    names = {path.name for path in folder.glob(WEIGHTS)}
+    files = [path for pattern in LINKED for path in folder.glob(pattern) if path.is_file()]
+    # The Hub's cache keeps every file of a repository beside its snapshots, and links to it.
+    root = folder.parent.parent if folder.parent.name == "snapshots" else folder
+    for path in (*files, *map(folder.joinpath, SETTINGS)):
+        if not path.resolve().is_relative_to(root.resolve()):
+            raise ExportError(
+                f"{path} points outside its folder, to {path.resolve()}: not opened. Put the file "
+                "itself there."
+            )
+    names = {path.name for path in files if path.match(WEIGHTS)}
     if not names:
         pickled = sorted(path.name for path in folder.glob("*.bin"))
         found = f" ({', '.join(pickled)}: pickles, which can run code)" if pickled else ""
@@ -166,68 +168,17 @@ def _check_files(source: str, folder: Path) -> None:
                     f"{folder / INDEX} names weights that are not in the folder: {str(name)[:80]!r}. "
                     "Download the checkpoint again."
                 )
+    return files
 
 
-def _check_config(source: str, config: Mapping[str, Any]) -> None:
-    """Raise ExportError for code of a model's own, and for networks that are not exported."""
-    known = exportable()
-    for part in _objects(config):
-        wish = next((name for name in ("auto_map", "trust_remote_code") if part.get(name)), None)
-        if wish is not None:
-            raise ExportError(
-                f"{source} wants to run code of its own ({wish} in config.json). edge-eval runs no "
-                "code of a model's: export a checkpoint whose architecture transformers knows."
-            )
-        architecture = part.get("model_type")
-        if (part is config or architecture is not None) and str(architecture) not in known:
-            raise ExportError(
-                f"{source} is, or has in it, a network of architecture {str(architecture)[:60]!r}, "
-                "which cannot be exported: only language models that optimum and transformers know."
-            )
-
-
-def exportable() -> frozenset[str]:
-    """The architectures (model_type) that optimum has an export for, among language models."""
-    import optimum.exporters.onnx.model_configs  # noqa: F401 - makes itself known
-    from optimum.exporters.tasks import TasksManager
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    from exporters.encoder_decoder import FAMILIES
-
-    found = TasksManager.get_supported_model_type_for_task("text-generation", exporter="onnx")
-    return frozenset({*found, *FAMILIES} & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FAMILIES})
-
-
-def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """A JSON value's objects, at any depth."""
-    if isinstance(value, dict):
-        yield value
-        value = list(value.values())
-    for inner in value if isinstance(value, list) else ():
-        yield from _objects(inner)
-
-
-def _without(value: Any, depth: int = 0) -> Any:
-    """A JSON value without the settings that are left out, at any depth.
-
-    Errors: ExportError when that is deeper than settings are.
-    """
-    if depth > MAX_DEPTH:
-        raise ExportError(f"a setting of the checkpoint's is nested over {MAX_DEPTH} deep.")
-    if isinstance(value, dict):
-        kept = {name: inner for name, inner in value.items() if not LEFT_OUT.fullmatch(name)}
-        return {name: _without(inner, depth + 1) for name, inner in kept.items()}
-    if isinstance(value, list):
-        return [_without(inner, depth + 1) for inner in value]
-    return value
-
-
-def _with_one_template(settings: dict[str, Any]) -> dict[str, Any]:
-    """Only the default chat template: of several the names would become names of files."""
-    templates = settings.pop("chat_template", None)
-    if isinstance(templates, list):
-        templates = next((t.get("template") for t in templates if t.get("name") == "default"), None)
-    return settings | ({"chat_template": templates} if isinstance(templates, str) else {})
+def _clean_others(source: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """What the copy holds of the other files of settings, by name."""
+    found = {name: read_json(folder / name) for name in SETTINGS[1:] if (folder / name).is_file()}
+    if TOKENIZER_CONFIG in found:
+        found[TOKENIZER_CONFIG] = clean_tokenizer_settings(source, found[TOKENIZER_CONFIG])
+    check_texts(source, found.get(SPECIAL_TOKENS, {}))
+    check_texts(source, list(found.get(ADDED_TOKENS, {})))  # the names are the tokens
+    return found
 
 
 def _link(source: Path, target: Path) -> None:
@@ -238,7 +189,3 @@ def _link(source: Path, target: Path) -> None:
             link(source)
             return
     shutil.copyfile(source, target)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")

@@ -16,6 +16,7 @@ from edge_eval.schema import ExportManifest
 from exporters.checkpoint import Source
 from exporters.gguf_tokenizer import Cursor, read_metadata, write_tokenizer_files
 from exporters.huggingface import load_causal_model, quiet, write_model_directory
+from exporters.settings import MAX_COUNT
 
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16  # bytes, of the tensors' data
 UINT32, ARRAY = 4, 9  # types of values
@@ -32,6 +33,7 @@ def export_gguf(path: Path, output: Path, *, fused: bool = True) -> ExportManife
     if not path.is_file():
         raise ExportError(f"{path} is not a file.")
     metadata = read_metadata(path)
+    _check_sizes(path, metadata)
     with quiet():
         with tempfile.TemporaryDirectory() as scratch:
             copy_without_vocabulary(path, Path(scratch) / path.name, metadata)
@@ -42,6 +44,16 @@ def export_gguf(path: Path, output: Path, *, fused: bool = True) -> ExportManife
             Source(path.name),
             output,
             fused=fused,
+        )
+
+
+def _check_sizes(path: Path, metadata: dict[str, object]) -> None:
+    """Raise ExportError for a network that transformers would build for hours."""
+    name = f"{metadata.get('general.architecture')}.block_count"
+    n_layers = metadata.get(name)
+    if not isinstance(n_layers, int) or not 0 < n_layers <= MAX_COUNT:
+        raise ExportError(
+            f"{path}: {name} is {str(n_layers)[:40]}, and not 1 to {MAX_COUNT:,}: convert it again."
         )
 
 

@@ -144,7 +144,7 @@ def test_tables_fit_a_terminal_of_80_columns(figures: dict[str, Any]) -> None:
     wide = {"n": 1000, "n_tokens": 4096, "prompt_tokens_per_s": 99999.0, "share_of_fp32_peak": 1.5}
     rows = [row | big | wide | {"latency_p90_ms": None} for row in figures["latency"]]
     lines = printed(figures | {"latency": rows}, width=80).splitlines()
-    assert sum("9999-9999  max 9999    99,999     150" in line for line in lines) == len(rows)
+    assert sum("9999-9999  max 9999    99,999    150" in line for line in lines) == len(rows)
 
 
 def test_too_few_passes_for_a_p90_show_the_maximum_and_say_so(figures: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """A stranger's checkpoint: nothing of it runs, nothing outside its folder is read or written."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 from edge_eval.errors import ExportError, ModelError
 
 pytest.importorskip("torch")
-from exporters.checkpoint import open_checkpoint
+from exporters.checkpoint import open_checkpoint, read_json
 from exporters.huggingface import export_checkpoint, load_causal_model
+from exporters.settings import tokenizer_classes
 
 
 @pytest.fixture
@@ -62,9 +64,7 @@ def test_code_that_a_nested_config_names_does_not_run(
     assert not ran.exists()
 
 
-@pytest.mark.parametrize(
-    "where", [{}, {"quantization_config": {}}, {"layers": [{"deep": [{}]}]}], ids=str
-)
+@pytest.mark.parametrize("where", [{}, {"rope_scaling": {}}, {"layers": [{"deep": [{}]}]}], ids=str)
 def test_a_wish_to_run_code_is_found_at_any_depth(where: dict[str, Any], llama: Path) -> None:
     part = where
     while part:
@@ -140,6 +140,165 @@ def test_only_weights_and_vocabularies_are_seen(llama: Path) -> None:
     assert (llama / "model.safetensors").is_file()
 
 
+def test_links_out_of_the_folder_are_not_followed(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("{}", encoding="utf-8")
+    for name in ("chat_template.jinja", "vocab.json", "added_tokens.json"):
+        (llama / name).symlink_to(tmp_path / "secret")
+        with pytest.raises(ExportError, match=rf"{name} points outside its folder"):
+            export_checkpoint(str(llama), tmp_path / "model")
+        (llama / name).unlink()
+    weights = (llama / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (llama / "model.safetensors").symlink_to(weights)
+    with pytest.raises(ExportError, match=r"model.safetensors points outside"):
+        export_checkpoint(str(llama), tmp_path / "model")
+
+
+def test_the_hubs_cache_is_links_within_a_repository(llama: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models--someone--tiny"
+    snapshot, blobs = repository / "snapshots" / "0", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in llama.iterdir():
+        (snapshot / path.name).symlink_to(path.rename(blobs / path.name))
+    with open_checkpoint(str(snapshot)) as checkpoint:
+        assert (checkpoint.folder / "model.safetensors").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10**6},
+        {"num_hidden_layers": "2"},
+        {"num_hidden_layers": True},
+        {"vocab_size": 10**8},
+        {"vocab_size": 10**6},
+        {"vocab_size": 10**400},
+        {"vocab_size": 285.5},
+        {"hidden_size": [64]},
+        {"intermediate_size": 10**7},
+        {"num_attention_heads": -1},
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_the_weights_are_refused_before_they_are_built(
+    change: dict[str, Any], llama: Path
+) -> None:
+    edit(llama / "config.json", **change)
+    with pytest.raises(ExportError, match=r"in config\.json is .* does not fit") as found:
+        export_checkpoint(str(llama), llama / "model")
+    assert len(str(found.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0},
+        {"rope_scaling": "abc"},
+        {"rope_scaling": {"rope_type": ["a"]}},
+        {"hidden_act": ["silu"]},
+    ],
+    ids=str,
+)
+def test_settings_of_other_kinds_are_one_line(change: dict[str, Any], llama: Path) -> None:
+    edit(llama / "config.json", **change)
+    with pytest.raises(ExportError, match="cannot be loaded by transformers"):
+        export_checkpoint(str(llama), llama / "model")
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "pad_token_id", "rope_theta", "sliding_window"])
+def test_what_is_to_be_a_number_is_one(name: str, llama: Path) -> None:
+    edit(llama / "config.json", **{name: "a"})
+    with pytest.raises(ExportError, match=rf"{name} in config\.json is a, no number"):
+        export_checkpoint(str(llama), llama / "model")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transformers_weights": "/dev/zero.safetensors"},
+        {"attribute_map": {"vocab_size": "to_dict"}},
+        {"to_dict": "x"},
+        {"__class__": "x"},
+        {"num_labels": 10**9},
+        {"sub_configs": 5},
+    ],
+    ids=str,
+)
+def test_names_that_are_no_settings_change_nothing(change: dict[str, Any], llama: Path) -> None:
+    edit(llama / "config.json", **change)
+    with open_checkpoint(str(llama)) as checkpoint:
+        model = load_causal_model(checkpoint.folder)
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_a_quantised_checkpoint_is_refused(llama: Path) -> None:
+    edit(llama / "config.json", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(ExportError, match="quantised already"):
+        export_checkpoint(str(llama), llama / "model")
+
+
+@pytest.mark.parametrize(
+    "name", ["AutoModel", "AutoTokenizer", "RagTokenizer", "MarianTokenizer", "pipeline", 5, ["x"]]
+)
+def test_a_tokenizers_class_is_a_language_models(name: Any, llama: Path) -> None:
+    edit(llama / "tokenizer_config.json", tokenizer_class=name, vocab="/dev/zero")
+    with pytest.raises(ExportError, match="which is no tokenizer of the language models"):
+        export_checkpoint(str(llama), llama / "model")
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "GPT2Tokenizer", "PreTrainedTokenizerFast"])
+def test_published_tokenizers_classes_are_known(name: str) -> None:
+    assert {name, f"{name}Fast"} & tokenizer_classes()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"additional_special_tokens": ["y" * 200_000]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9": {"content": "x" * 200_000}}}),
+        ("tokenizer_config.json", {"additional_special_tokens": list(map(str, range(200_000)))}),
+        ("special_tokens_map.json", {"bos_token": "x" * 200_000}),
+        ("added_tokens.json", {"x" * 200_000: 5}),
+    ],
+    ids=str,
+)
+def test_tokens_that_take_hours_to_add_are_refused(
+    file: str, content: dict[str, Any], llama: Path
+) -> None:
+    edit(llama / file, **content)
+    with pytest.raises(ExportError, match="Do not trust this model"):
+        export_checkpoint(str(llama), llama / "model")
+
+
+def test_half_a_surrogate_pair_in_a_setting_is_no_obstacle(llama: Path) -> None:
+    edit(llama / "config.json", remark="\ud800")
+    with open_checkpoint(str(llama)) as checkpoint:
+        assert checkpoint.config["remark"] == "\ud800"
+
+
+def test_settings_that_are_no_file_or_have_no_end_are_not_read(llama: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        kept = (llama / name).read_bytes()
+        with (llama / name).open("wb") as file:
+            file.truncate(3 << 30)  # nothing but a size: no byte of it is on disk
+        with pytest.raises(ExportError, match="cannot be read as JSON: it is no file, or over"):
+            export_checkpoint(str(llama), llama / "model")
+        (llama / name).unlink()
+        os.mkfifo(llama / name)
+        with pytest.raises(ExportError, match=r"no config\.json|cannot be read as JSON"):
+            read_json(llama / name)
+        (llama / name).unlink()
+        (llama / name).write_bytes(kept)
+
+
+@pytest.mark.parametrize(
+    "source", ["C:\\models/x", "a b/c d", "foo/..", "evil:x/y", "x" * 5000, "\0"]
+)
+def test_what_is_neither_a_path_nor_a_hub_id_is_one_line(source: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="neither a folder nor"):
+        export_checkpoint(source, tmp_path / "model")
+
+
 def test_an_adapter_is_told_from_a_model(llama: Path) -> None:
     edit(llama / "adapter_config.json", base_model_name_or_path="someone/model")
     with pytest.raises(ExportError, match="merge it into its base model"):
@@ -175,7 +334,7 @@ def test_a_language_model_is_known_by_its_architecture(llama: Path) -> None:
 
 
 def test_an_error_names_the_checkpoint_and_not_its_copy(llama: Path) -> None:
-    (llama / "model.safetensors").write_bytes(b"\0" * 64)
+    (llama / "model.safetensors").write_bytes(b"\0" * 100_000)
     with pytest.raises(ExportError, match="cannot be loaded") as found:
         export_checkpoint(str(llama), llama / "model")
     assert str(llama) in str(found.value)

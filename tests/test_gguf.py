@@ -18,7 +18,7 @@ from exporters.gguf import export_gguf
 from exporters.huggingface import export_checkpoint
 
 
-def write_gguf(checkpoint: Path, path: Path) -> Path:
+def write_gguf(checkpoint: Path, path: Path, n_layers: int | None = None) -> Path:
     """A qwen3 checkpoint as llama.cpp's converter names its parts, nothing rounded."""
     import gguf
     from safetensors.numpy import load_file
@@ -27,7 +27,7 @@ def write_gguf(checkpoint: Path, path: Path) -> Path:
     model = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] if n_layers is None else n_layers)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -81,6 +81,13 @@ def test_the_export_runs(qwen: Path, tmp_path: Path) -> None:
     record = evaluate(RunConfig(model=str(tmp_path / "model"), limit=8), tmp_path / "r.jsonl")
     assert {p.status.value for p in record.predictions} == {"scored"}
     assert {p.n_tokens > 50 for p in record.predictions} == {True}
+
+
+@pytest.mark.parametrize("n_layers", [0, 10**6])
+def test_layers_without_end_are_not_built(n_layers: int, qwen: Path, tmp_path: Path) -> None:
+    path = write_gguf(qwen, tmp_path / "tiny.gguf", n_layers)
+    with pytest.raises(ExportError, match=rf"qwen3.block_count is {n_layers}"):
+        export_gguf(path, tmp_path / "model")
 
 
 def test_weights_that_are_missing_or_cut_short_leave_nothing(qwen: Path, tmp_path: Path) -> None:
