@@ -35,6 +35,7 @@ _NUMBER = re.compile(
     r"\w*(eps|epsilon|theta|softcapping|multiplier|_token_id)|logit_scale|query_pre_attn_scalar"
     r"|sliding_window|max_position_embeddings|n_positions"
 )
+_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
@@ -72,7 +73,7 @@ def clean_config(source: str, config: Mapping[str, Any], weight_bytes: int) -> d
                 f"{source} wants to run code of its own ({wish} in config.json). edge-eval runs no "
                 "code of a model's: export a checkpoint whose architecture transformers knows."
             )
-        if any(name in part for name in ("quantization_config", "compression_config")):
+        if any(part.get(n) is not None for n in ("quantization_config", "compression_config")):
             raise ExportError(
                 f"{source} is quantised already (quantization_config in config.json): export the "
                 "checkpoint that it was made from, and make it smaller with `edge-eval quantize`."
@@ -100,9 +101,9 @@ def _check_sizes(source: str, part: Mapping[str, Any], weight_bytes: int) -> Non
         if not (is_size or _COUNT.fullmatch(name)):
             continue
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        largest = MAX_SIZE if is_size else MAX_COUNT
+        least, largest = int(name in _LAYERS), MAX_SIZE if is_size else MAX_COUNT
         table = width * value if is_whole and is_size and name not in _WIDTHS else 0
-        if not is_whole or not 0 <= value <= largest or table > weight_bytes:
+        if not is_whole or not least <= value <= largest or table > weight_bytes:
             raise ExportError(
                 f"{source}: {name} in config.json is {str(value)[:40]}, and its weights have "
                 f"{weight_bytes:,} bytes: that does not fit. Download the checkpoint again."
@@ -128,6 +129,12 @@ def clean_tokenizer_settings(source: str, settings: Mapping[str, Any]) -> dict[s
     if isinstance(templates, list):
         named = [t for t in templates if isinstance(t, dict) and t.get("name") == "default"]
         templates = named[0].get("template") if named else None
+    # Each becomes an attribute of the tokenizer by its name.
+    extra = cleaned.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        cleaned["extra_special_tokens"] = {
+            name: token for name, token in extra.items() if re.fullmatch(r"\w+_token", name)
+        }
     check_texts(source, cleaned)
     return cleaned | ({"chat_template": templates} if isinstance(templates, str) else {})
 

@@ -168,6 +168,7 @@ def test_the_hubs_cache_is_links_within_a_repository(llama: Path, tmp_path: Path
     "change",
     [
         {"num_hidden_layers": 10**6},
+        {"num_hidden_layers": 0},
         {"num_hidden_layers": "2"},
         {"num_hidden_layers": True},
         {"vocab_size": 10**8},
@@ -244,6 +245,15 @@ def test_a_tokenizers_class_is_a_language_models(name: Any, llama: Path) -> None
     edit(llama / "tokenizer_config.json", tokenizer_class=name, vocab="/dev/zero")
     with pytest.raises(ExportError, match="which is no tokenizer of the language models"):
         export_checkpoint(str(llama), llama / "model")
+
+
+def test_extra_tokens_are_no_methods(llama: Path, tmp_path: Path) -> None:
+    extra = {"is_fast": "A", "save_pretrained": "B", "__class__": "C", "image_token": "D"}
+    edit(llama / "tokenizer_config.json", extra_special_tokens=extra)
+    export_checkpoint(str(llama), tmp_path / "model")
+    settings = (tmp_path / "model" / "tokenizer_config.json").read_text(encoding="utf-8")
+    assert "image_token" in settings
+    assert "save_pretrained" not in settings
 
 
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "GPT2Tokenizer", "PreTrainedTokenizerFast"])
