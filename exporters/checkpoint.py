@@ -17,13 +17,18 @@ from typing import Any
 from edge_eval.errors import ExportError
 from edge_eval.model_dir import TOKENIZER
 from edge_eval.tokenization import check_tokenizer_file
-from exporters.settings import check_texts, clean_config, clean_tokenizer_settings
+from exporters.settings import (
+    CONFIG,
+    TOKENIZER_CONFIG,
+    check_texts,
+    clean_config,
+    clean_tokenizer_settings,
+)
 
 # What a checkpoint is made of: no pickles, no code.
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 WEIGHTS = "*.safetensors"
 INDEX = "model.safetensors.index.json"
-CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 LINKED = (
     WEIGHTS,
     TOKENIZER,
@@ -36,7 +41,7 @@ LINKED = (
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 SETTINGS = (CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, INDEX)
 MAX_JSON_BYTES = 64 << 20
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_ID = re.compile(r"(?=.{3,200}$)[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)

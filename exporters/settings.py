@@ -21,6 +21,7 @@ LEFT_OUT = re.compile(
     r"|num_labels|id2label|label2id|init_inputs",
     re.DOTALL,
 )
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 MAX_DEPTH = 64
 MAX_COUNT = 1000  # layers, heads, experts: some hundreds at most in what is published
 MAX_SIZE = 1 << 24  # channels, tokens of a vocabulary
@@ -86,6 +87,7 @@ def clean_config(source: str, config: Mapping[str, Any], weight_bytes: int) -> d
                 "encoder-decoders like T5 and mT5 (mT0, AraT5)."
             )
         _check_sizes(source, part, weight_bytes)
+        _check_tokenizer_class(source, CONFIG, part.get("tokenizer_class"))
     return cleaned
 
 
@@ -116,12 +118,7 @@ def clean_tokenizer_settings(source: str, settings: Mapping[str, Any]) -> dict[s
     Errors: ExportError for a class that is no language model's tokenizer, and as check_texts().
     """
     cleaned: dict[str, Any] = _without(settings, set())
-    name = cleaned.get("tokenizer_class")
-    if name is not None and not {str(name), f"{name}Fast"} & tokenizer_classes():
-        raise ExportError(
-            f"{source}: tokenizer_config.json wants a {str(name)[:60]!r}, which is no tokenizer of the "
-            "language models that can be exported. Save the tokenizer again with transformers 4.57."
-        )
+    _check_tokenizer_class(source, TOKENIZER_CONFIG, cleaned.get("tokenizer_class"))
     if not isinstance(cleaned.get("model_max_length", 0), int | float):
         raise ExportError(f"{source}: model_max_length in tokenizer_config.json is no number.")
     # Of several chat templates the names would become names of files: only the default is kept.
@@ -137,6 +134,15 @@ def clean_tokenizer_settings(source: str, settings: Mapping[str, Any]) -> dict[s
         }
     check_texts(source, cleaned)
     return cleaned | ({"chat_template": templates} if isinstance(templates, str) else {})
+
+
+def _check_tokenizer_class(source: str, file: str, name: object) -> None:
+    """Raise ExportError for a name that transformers would take any of its classes by."""
+    if name is not None and not {str(name), f"{name}Fast"} & tokenizer_classes():
+        raise ExportError(
+            f"{source}: {file} wants a {str(name)[:60]!r}, which is no tokenizer of the language "
+            "models that can be exported. Save the tokenizer again with transformers 4.57."
+        )
 
 
 def tokenizer_classes() -> set[str]:

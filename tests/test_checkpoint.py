@@ -13,7 +13,7 @@ from edge_eval.errors import ExportError, ModelError
 pytest.importorskip("torch")
 from exporters.checkpoint import open_checkpoint, read_json
 from exporters.huggingface import export_checkpoint, load_causal_model
-from exporters.settings import tokenizer_classes
+from exporters.settings import clean_config, tokenizer_classes
 
 
 @pytest.fixture
@@ -256,6 +256,84 @@ def test_extra_tokens_are_no_methods(llama: Path, tmp_path: Path) -> None:
     assert "save_pretrained" not in settings
 
 
+def test_a_tokenizers_class_may_stand_in_either_file(llama: Path) -> None:
+    edit(llama / "config.json", tokenizer_class="AutoModel")
+    with pytest.raises(ExportError, match=r"config\.json wants a 'AutoModel'"):
+        export_checkpoint(str(llama), llama / "model")
+
+
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {  # bytes of weights, and settings
+    "Qwen2.5 0.5B": (
+        988_097_824,
+        {
+            "model_type": "qwen2",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_window_layers": 24,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "Llama 3.2 1B": (
+        2_471_645_608,
+        {
+            "model_type": "llama",
+            "eos_token_id": [128001, 128008, 128009],
+            "head_dim": 64,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "mlp_bias": False,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "pad_token_id": None,
+            "rope_scaling": {"factor": 32.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
+            "vocab_size": 128256,
+        },
+    ),
+    "GPT-2": (
+        548_105_171,
+        {
+            "model_type": "gpt2",
+            "n_ctx": 1024,
+            "n_embd": 768,
+            "n_head": 12,
+            "n_inner": None,
+            "n_layer": 12,
+            "n_positions": 1024,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+            "vocab_size": 50257,
+        },
+    ),
+    "mT5 small": (
+        1_200_729_512,
+        {
+            "model_type": "mt5",
+            "d_ff": 1024,
+            "d_kv": 64,
+            "d_model": 512,
+            "is_encoder_decoder": True,
+            "num_decoder_layers": 8,
+            "num_heads": 6,
+            "num_layers": 8,
+            "tokenizer_class": "T5Tokenizer",
+            "vocab_size": 250112,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings_stay_as_they_are(name: str) -> None:
+    weight_bytes, config = PUBLISHED[name]
+    assert clean_config(name, config, weight_bytes) == config
+
+
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "GPT2Tokenizer", "PreTrainedTokenizerFast"])
 def test_published_tokenizers_classes_are_known(name: str) -> None:
     assert {name, f"{name}Fast"} & tokenizer_classes()
@@ -302,7 +380,7 @@ def test_settings_that_are_no_file_or_have_no_end_are_not_read(llama: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "source", ["C:\\models/x", "a b/c d", "foo/..", "evil:x/y", "x" * 5000, "\0"]
+    "source", ["C:\\models/x", "a b/c d", "foo/..", "evil:x/y", "x" * 5000, "x/" + "y" * 300, "\0"]
 )
 def test_what_is_neither_a_path_nor_a_hub_id_is_one_line(source: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="neither a folder nor"):
