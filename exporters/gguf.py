@@ -49,12 +49,23 @@ def export_gguf(path: Path, output: Path, *, fused: bool = True) -> ExportManife
 
 def _check_sizes(path: Path, metadata: dict[str, object]) -> None:
     """Raise ExportError for a network that transformers would build for hours."""
-    name = f"{metadata.get('general.architecture')}.block_count"
-    n_layers = metadata.get(name)
+    architecture = metadata.get("general.architecture")
+    n_layers = metadata.get(f"{architecture}.block_count")
     if not isinstance(n_layers, int) or not 0 < n_layers <= MAX_COUNT:
         raise ExportError(
-            f"{path}: {name} is {str(n_layers)[:40]}, and not 1 to {MAX_COUNT:,}: convert it again."
+            f"{path}: {architecture}.block_count is {str(n_layers)[:40]}, and not 1 to {MAX_COUNT:,}: "
+            "convert it again."
         )
+    n_bits = 8 * path.stat().st_size
+    width = metadata.get(f"{architecture}.embedding_length")
+    for name in ("vocab_size", "feed_forward_length"):
+        size = metadata.get(f"{architecture}.{name}", 1)
+        # No weight takes less than a bit.
+        if isinstance(size, int) and isinstance(width, int) and size * width > n_bits:
+            raise ExportError(
+                f"{path}: {architecture}.{name} is {size:,} and embedding_length {width:,}, which do "
+                f"not fit in {n_bits // 8:,} bytes: convert it again."
+            )
 
 
 def copy_without_vocabulary(path: Path, target: Path, metadata: dict[str, object]) -> None:

@@ -18,16 +18,16 @@ from exporters.gguf import export_gguf
 from exporters.huggingface import export_checkpoint
 
 
-def write_gguf(checkpoint: Path, path: Path, n_layers: int | None = None) -> Path:
+def write_gguf(checkpoint: Path, path: Path, **changes: int) -> Path:
     """A qwen3 checkpoint as llama.cpp's converter names its parts, nothing rounded."""
     import gguf
     from safetensors.numpy import load_file
 
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8")) | changes
     model = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_block_count(config["num_hidden_layers"] if n_layers is None else n_layers)
+    writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -47,7 +47,7 @@ def write_gguf(checkpoint: Path, path: Path, n_layers: int | None = None) -> Pat
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_add_bos_token(True)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 3)
     for name, weight in load_file(checkpoint / "model.safetensors").items():
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight)
     writer.write_header_to_file()
@@ -83,10 +83,20 @@ def test_the_export_runs(qwen: Path, tmp_path: Path) -> None:
     assert {p.n_tokens > 50 for p in record.predictions} == {True}
 
 
-@pytest.mark.parametrize("n_layers", [0, 10**6])
-def test_layers_without_end_are_not_built(n_layers: int, qwen: Path, tmp_path: Path) -> None:
-    path = write_gguf(qwen, tmp_path / "tiny.gguf", n_layers)
-    with pytest.raises(ExportError, match=rf"qwen3.block_count is {n_layers}"):
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [
+        ("num_hidden_layers", 0, "block_count is 0"),
+        ("num_hidden_layers", 10**6, "block_count is 1000000"),
+        ("intermediate_size", 10**8, "feed_forward_length is 100,000,000"),
+        ("hidden_size", 10**9, "embedding_length 1,000,000,000"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_file_are_not_built(
+    name: str, size: int, reason: str, qwen: Path, tmp_path: Path
+) -> None:
+    path = write_gguf(qwen, tmp_path / "tiny.gguf", **{name: size})
+    with pytest.raises(ExportError, match=reason):
         export_gguf(path, tmp_path / "model")
 
 
