@@ -3,19 +3,26 @@
 Two ways to ask: ``/completions`` with the prompt as it is, and ``/chat/completions``, where the
 server puts the prompt into its model's chat template. What may be retried stands in RETRIED. The
 key comes from the environment and goes into one header: never into a message, a text or a record.
+
+A server may send anything, for ever: an answer has a size that it may have, and when its time is up
+its connection is shut, whatever is being read of it.
 """
 
+import contextlib
+import json
 import math
 import os
 import re
+import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import numpy as np
 
@@ -34,6 +41,12 @@ LONGEST_ASKED_S = 600.0  # a server that asks for more, by Retry-After, is given
 CONNECT_S = 10.0
 MIN_SECRET = 8  # characters; a shorter key ("none", "EMPTY") is no secret
 
+# Decoded. 1,000 likeliest tokens take about 0.2 MB; what has no end does not end in our memory.
+MAX_ANSWER_BYTES = 1 << 24
+MAX_WORDS_BYTES = 1 << 16  # of a refusal, of which one line is told
+MAX_TOKENS = (1 << 31) - 1  # of a prompt; a record takes no larger count
+MAX_LOGPROB = float(np.finfo(np.float32).max)
+
 TOO_LONG_STATUSES = frozenset({400, 413, 422, 500})
 # Words in which servers say that a prompt is longer than the model can take.
 _TOO_LONG = re.compile(
@@ -43,6 +56,36 @@ _TOO_LONG = re.compile(
 
 # A request's first choice, the prompt's tokens where the server counts them, and its time in s.
 _Answer = tuple[dict[str, Any], int | None, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """What came back for a request, bounded and decoded."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+    latency_s: float  # from the request to its last byte
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A client with one connection, kept for the next request, that another thread may shut."""
+
+    client: Any
+    connection: Any = None  # its socket, once there is one
+
+    def note(self, event: str, info: Mapping[str, Any]) -> None:
+        """Keep the socket, as httpx tells of it, at first without and then with TLS."""
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            self.connection = info["return_value"].get_extra_info("socket")
+
+    def shut(self) -> None:
+        """End what is being waited for; a close would not wake it."""
+        if self.connection is not None:
+            with contextlib.suppress(OSError):  # closed already
+                # That of a TLS socket lets go of TLS first, under the reader's feet.
+                socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
 
 
 class _ForTheMomentError(Exception):
@@ -56,9 +99,10 @@ class _ForTheMomentError(Exception):
 class _RefusedError(Exception):
     """A request that the server will not take, however often."""
 
-    def __init__(self, status: int, words: str) -> None:
+    def __init__(self, status: int, words: str, location: str) -> None:
         super().__init__(words)
         self.status = status
+        self.location = location
 
 
 @dataclass(slots=True)
@@ -68,12 +112,16 @@ class Endpoint:
     url: str
     model: str
     is_chat: bool
-    client: Any = field(repr=False)
+    timeout_s: float  # from a request to the last byte of its answer
+    open_client: Callable[[], Any] = field(repr=False)
     key: str = field(repr=False)
     n_retries: int = 0
     _attempts: int = FIRST_ATTEMPTS
     _limit: str = "max_tokens"
     _closed: threading.Event = field(default_factory=threading.Event, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _idle: list[_Line] = field(default_factory=list, repr=False)
+    _busy: list[_Line] = field(default_factory=list, repr=False)
 
     def read_letters(
         self, request: Mapping[str, Any], letters: Sequence[str], n_top: int
@@ -99,7 +147,7 @@ class Endpoint:
         values = np.full(len(letters), np.nan, dtype=np.float32)
         for token, value in top or ():
             letter = token.strip() if self.is_chat else token
-            if letter in letters and math.isfinite(value):
+            if letter in letters and abs(value) <= MAX_LOGPROB:
                 index = letters.index(letter)
                 values[index] = np.fmax(values[index], np.float32(value))
         return LetterLogits(values, latency_s, n_tokens)
@@ -123,9 +171,14 @@ class Endpoint:
         return True
 
     def close(self) -> None:
-        """Let go of the connections; requests still waiting for another attempt give up."""
-        self._closed.set()
-        self.client.close()
+        """Let go of the connections; requests on their way or waiting to be made again give up."""
+        with self._lock:
+            self._closed.set()
+            for line in self._busy:  # closed by whoever waits for it
+                line.shut()
+            for line in self._idle:
+                line.client.close()
+            self._idle.clear()
 
     def _ask(
         self, request: Mapping[str, Any], max_new_tokens: int, more: Mapping[str, Any]
@@ -192,27 +245,24 @@ class Endpoint:
         import httpx
 
         path = "/chat/completions" if self.is_chat else "/completions"
-        start = time.perf_counter()
         try:
-            response = self.client.post(self.url + path, json=body)
-        except httpx.TimeoutException:
+            got = self._send(self.url + path, body)
+        except (httpx.TimeoutException, TimeoutError):
             raise _ForTheMomentError("does not answer in time (--timeout)") from None
-        except (httpx.TransportError, httpx.DecodingError) as error:
+        except (httpx.TransportError, zlib.error) as error:
             words = self._clean(str(error)) or type(error).__name__
             raise _ForTheMomentError(f"cannot be reached: {words}") from None
-        latency_s = time.perf_counter() - start
-        status = response.status_code
-        if status != 200:
-            words = self._words(response)
-            is_too_long = status in TOO_LONG_STATUSES and _TOO_LONG.search(words)
-            if status not in RETRIED or is_too_long:
-                raise _RefusedError(status, words)
+        if got.status != 200:
+            words = self._words(got.content)
+            is_too_long = got.status in TOO_LONG_STATUSES and _TOO_LONG.search(words)
+            if got.status not in RETRIED or is_too_long:
+                raise _RefusedError(got.status, words, got.headers.get("location", ""))
             raise _ForTheMomentError(
-                f"answers {status}{': ' if words else ''}{words}",
-                _retry_after_s(response.headers.get("retry-after")),
+                f"answers {got.status}{': ' if words else ''}{words}",
+                _retry_after_s(got.headers.get("retry-after")),
             )
         try:
-            found = response.json()
+            found = json.loads(got.content)
             choice = found["choices"][0]
             _text(choice)
             _top_tokens(choice)
@@ -221,9 +271,88 @@ class Endpoint:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise EndpointError(
                 f"{self.url}{path} answers with something that is no completion: "
-                f"{self._words(response) or 'nothing'}. Is this an OpenAI-compatible server?"
+                f"{self._words(got.content) or 'nothing'}. Is this an OpenAI-compatible server?"
             ) from None
-        return choice, n_tokens if type(n_tokens) is int and n_tokens > 0 else None, latency_s
+        is_count = type(n_tokens) is int and 0 < n_tokens <= MAX_TOKENS
+        return choice, n_tokens if is_count else None, got.latency_s
+
+    def _send(self, url: str, body: dict[str, Any]) -> _Received:
+        """What comes back, if it does within the time and the bytes that it may take.
+
+        Errors: TimeoutError, httpx's, zlib.error, and EndpointError for more bytes than an answer
+        has.
+        """
+        import httpx
+
+        line = self._take()
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            line.shut()
+
+        def trace(event: str, info: Mapping[str, Any]) -> None:
+            line.note(event, info)
+            if is_late.is_set():  # before there was anything to shut
+                line.shut()
+
+        timer = threading.Timer(self.timeout_s, end)
+        timer.daemon = True
+        try:
+            timer.start()
+            start = time.perf_counter()
+            asked = {"json": body, "extensions": {"trace": trace}}
+            with line.client.stream("POST", url, **asked) as response:
+                content = self._content(url, response, is_late)
+            latency_s = time.perf_counter() - start
+        except httpx.TransportError:
+            if is_late.is_set():
+                raise TimeoutError from None
+            raise
+        finally:
+            timer.cancel()
+            self._give_back(line)
+        if is_late.is_set():  # shut, a body without a length looks whole
+            raise TimeoutError
+        return _Received(response.status_code, response.headers, content, latency_s)
+
+    def _content(self, url: str, response: Any, is_late: threading.Event) -> bytes:
+        """An answer's body, or the beginning of a refusal's; EndpointError where there is no end."""
+        encoding = response.headers.get("content-encoding", "identity").strip().lower()
+        is_gzip = encoding in {"gzip", "x-gzip"}
+        is_known = is_gzip or encoding == "identity"
+        if response.status_code != 200:
+            content, _ = _read_body(response, is_gzip, MAX_WORDS_BYTES, is_late)
+            return content if is_known else b""
+        if not is_known:
+            raise EndpointError(
+                f"{url} answers in the encoding {self._clean(encoding)[:100]}, which was not asked "
+                "for. Is this an OpenAI-compatible server?"
+            )
+        content, is_whole = _read_body(response, is_gzip, MAX_ANSWER_BYTES, is_late)
+        if not is_whole:
+            raise EndpointError(
+                f"{url} answers with more than {MAX_ANSWER_BYTES >> 20} MB. Is this an "
+                "OpenAI-compatible server? If so, ask for fewer with --top-logprobs."
+            )
+        return content
+
+    def _take(self) -> _Line:
+        """A line that no other request is on, with its connection if it has one already."""
+        with self._lock:
+            if self._closed.is_set():
+                raise _ForTheMomentError("is not asked any more")
+            line = self._idle.pop() if self._idle else _Line(self.open_client())
+            self._busy.append(line)
+            return line
+
+    def _give_back(self, line: _Line) -> None:
+        with self._lock:
+            self._busy.remove(line)
+            if self._closed.is_set():
+                line.client.close()
+            else:
+                self._idle.append(line)
 
     def _refusal(self, error: _RefusedError) -> str:
         if error.status in {401, 403}:
@@ -240,29 +369,59 @@ class Endpoint:
                 f"{': ' if str(error) else ''}{error}): check --endpoint and --model, or try "
                 f"--endpoint-kind {other}."
             )
+        if 300 <= error.status < 400 and error.location:
+            return self._redirection(error)
+        if not str(error):
+            return (
+                f"{self.url} refuses a request with status {error.status} and does not say why: "
+                "check --endpoint, --endpoint-kind and --model."
+            )
         hint = ""
         if "logprob" in str(error):
             hint = " Ask for fewer with --top-logprobs, or use --scoring generated."
         return f"{self.url} refuses a request with status {error.status}: {error}.{hint}"
 
-    def _words(self, response: Any) -> str:
+    def _redirection(self, error: _RefusedError) -> str:
+        # Not followed: the key would go to another server.
+        try:
+            there = check_url(urljoin(f"{self.url}/completions", error.location))
+        except (ValueError, OptionError):
+            there = self.url
+        if there == self.url or len(there) > 300:
+            return (
+                f"{self.url} redirects (status {error.status}) to what is no other endpoint: check "
+                "--endpoint."
+            )
+        return (
+            f"{self.url} redirects (status {error.status}) to {self._clean(there)}: give that one "
+            "as --endpoint."
+        )
+
+    def _words(self, content: bytes) -> str:
         """What a server says, on one line, short, and without the key."""
+        # Of the charset that it names nothing is known.
+        told = content[:MAX_WORDS_BYTES].decode("utf-8", "replace")
         text: Any = None
         try:
-            text = response.json()
+            text = json.loads(told)
             text = text.get("error", text)
             text = {"": text} if isinstance(text, str) else text
             text = " ".join(str(text[k]) for k in ("", "type", "code", "message") if text.get(k))
         except (ValueError, TypeError, AttributeError, RecursionError):
             text = None
-        return self._clean(" ".join((text or response.text).split()))[:300].rstrip(". ")
+        return self._clean(" ".join((text or told).split()))[:300].rstrip(". ")
 
     def _clean(self, text: str) -> str:
         return text.replace(self.key, "[key]") if len(self.key) >= MIN_SECRET else text
 
 
 def open_endpoint(
-    url: str, model: str, *, is_chat: bool, timeout_s: float, concurrency: int = 1
+    url: str,
+    model: str,
+    *,
+    is_chat: bool,
+    timeout_s: float,
+    concurrency: int = 1,  # noqa: ARG001 - a connection is opened for each request at once
 ) -> Endpoint:
     """A client of the server at ``url``, which check_url() gave.
 
@@ -276,14 +435,21 @@ def open_endpoint(
             "asking an endpoint needs two packages more: pip install 'edge-eval[endpoint]'."
         ) from None
     key = read_key(url)
-    client = httpx.Client(
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s), pool=None),
-        limits=httpx.Limits(max_connections=concurrency),
-        # A proxy cannot reach this machine's own servers.
-        trust_env=not _is_here(url),
-    )
-    return Endpoint(url, model, is_chat, client, key)
+    is_far = not _is_here(url)  # a proxy cannot reach this machine's own servers
+    context = httpx.create_ssl_context(trust_env=is_far)
+
+    def open_client() -> Any:
+        return httpx.Client(
+            # Other encodings unpack to any size at once.
+            headers={"Accept-Encoding": "gzip"}
+            | ({"Authorization": f"Bearer {key}"} if key else {}),
+            timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
+            limits=httpx.Limits(max_connections=1),
+            trust_env=is_far,
+            verify=context,
+        )
+
+    return Endpoint(url, model, is_chat, timeout_s, open_client, key)
 
 
 def check_url(url: str) -> str:
@@ -339,6 +505,30 @@ def _is_here(url: str) -> bool:
         return host == "localhost"
 
 
+def _read_body(
+    response: Any, is_gzip: bool, limit: int, is_late: threading.Event
+) -> tuple[bytes, bool]:
+    """A body's first ``limit`` bytes, out of gzip, and whether that is all of it.
+
+    What is sent counts as well: gzip may hold any number of bytes that come to nothing.
+    Errors: TimeoutError, zlib.error.
+    """
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16) if is_gzip else None
+    body, n_sent = bytearray(), 0
+    for sent in response.iter_raw():
+        if is_late.is_set():
+            raise TimeoutError
+        n_sent += len(sent)
+        room = limit + 1 - len(body)
+        if unpacker is None:
+            body += sent[:room]
+        elif not unpacker.eof:  # what stands behind its end would be kept
+            body += unpacker.decompress(sent, room)
+        if max(len(body), n_sent) > limit:
+            return bytes(body[:limit]), False
+    return bytes(body), True
+
+
 def _retry_after_s(value: str | None) -> float | None:
     """The Retry-After header in seconds: it is a number of them, or a date."""
     if value is None:
@@ -348,7 +538,7 @@ def _retry_after_s(value: str | None) -> float | None:
     except ValueError:
         try:
             seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError, OSError):  # no date, or one beyond what can be counted
             return None
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
@@ -372,8 +562,16 @@ def _top_tokens(choice: Mapping[str, Any]) -> list[tuple[str, float]] | None:
         return None
     if told.get("content") is not None:
         first = told["content"][0]["top_logprobs"] if told["content"] else []
-        return [(str(entry["token"]), float(entry["logprob"])) for entry in first]
+        return [(str(entry["token"]), _number(entry["logprob"])) for entry in first]
     if told.get("top_logprobs") is None:
         return None
     first = (told["top_logprobs"][0] if told["top_logprobs"] else None) or {}
-    return [(str(token), float(value)) for token, value in first.items() if value is not None]
+    return [(str(token), _number(value)) for token, value in first.items() if value is not None]
+
+
+def _number(value: Any) -> float:
+    """A number of JSON's; an integer may be larger than any float, and is infinite then."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

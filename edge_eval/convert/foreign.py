@@ -33,6 +33,7 @@ from edge_eval.schema import (
 from edge_eval.scoring import Decision, decide
 
 N_REFUSED_KEPT = 100
+MAX_REASON_CHARACTERS = 300
 
 # What no foreign file tells.
 UNKNOWN_FIELDS = (
@@ -179,6 +180,11 @@ def foreign_record(
         complete=True,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def reason(error: object) -> str:
+    """Why something was refused, on one line and short; a file's cells, which it names, are not."""
+    return " ".join(str(error).split())[:MAX_REASON_CHARACTERS].rstrip(".")
 
 
 def save_record(record: RunRecord, output: Path) -> None:

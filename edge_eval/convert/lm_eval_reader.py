@@ -3,6 +3,7 @@
 Source: lm-evaluation-harness 0.4.13, loggers/evaluation_tracker.py, and files it wrote.
 """
 
+import functools
 import glob
 import json
 import math
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_eval.convert.foreign import foreign_record, predict
+import numpy as np
+
+from edge_eval.convert.foreign import foreign_record, predict, reason
 from edge_eval.errors import RecordError
 from edge_eval.model_dir import UNKNOWN
 from edge_eval.prompts import PROMPT_TEMPLATES, PromptTemplate, render
@@ -22,10 +25,20 @@ from edge_eval.questions import (
     load_questions,
     parse_question,
 )
+from edge_eval.run_record import MAX_LINE_BYTES
 from edge_eval.schema import DataFingerprint, Question, RunConfig, RunRecord
 from edge_eval.scoring import PROTOCOLS
 
+# What a record takes: counts, logits that were float32 once, and lines, of which names are parts.
+MAX_COUNT = (1 << 31) - 1
+MAX_LOGIT = float(np.finfo(np.float32).max)
+MAX_NAME_CHARACTERS = 1 << 16
+
 PRECISIONS = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16"}
+
+
+# What reading a value raises that is not of the kind that the harness writes.
+_NOT_AS_WRITTEN = (ValueError, TypeError, AttributeError, OverflowError)
 
 
 def read_lm_eval(path: Path, data: str | None = None) -> RunRecord:
@@ -52,8 +65,8 @@ def read_lm_eval(path: Path, data: str | None = None) -> RunRecord:
             if given and known.get(question.id) != question:
                 raise ValueError(f"question {question.id} is another one in {data}")
             logits = _logits(sample, question, PROMPT_TEMPLATES[fitting])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            refused.append(f"{place}: {error}")
+        except (*_NOT_AS_WRITTEN, LookupError, RecursionError) as error:
+            refused.append(f"{place}: {reason(error)}")
             continue
         template = fitting
         read[question.id] = question, logits
@@ -130,9 +143,13 @@ def _find_files(path: Path) -> tuple[dict[str, Any], list[Path]]:
     if not results.is_file():
         return {}, samples
     try:
-        found_results = json.loads(results.read_text(encoding="utf-8"))
+        with results.open("rb") as file:
+            content = file.read(MAX_LINE_BYTES + 1)
+        if len(content) > MAX_LINE_BYTES:
+            raise ValueError(f"longer than {MAX_LINE_BYTES:,} bytes")
+        found_results = json.loads(content.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{results} cannot be read: {error}.") from error
+        raise RecordError(f"{results} cannot be read: {reason(error)}.") from error
     if not isinstance(found_results, dict):
         raise RecordError(f"{results} is not a results file: no JSON object.")
     return found_results, samples
@@ -157,35 +174,46 @@ def _read_run(path: Path, results: Mapping[str, Any]) -> _Run:
     try:
         about = dict(results.get("config") or {})
         shots = {int(n) for n in dict(results.get("n-shot") or {}).values()}
+        if not all(0 <= n <= MAX_COUNT for n in shots):
+            raise ValueError("n-shot is no number of shots")
         if len(shots) > 1:
             raise RecordError(f"{path} has tasks of {sorted(shots)} shots: convert one at a time.")
         paths = {str(c.get("dataset_path")) for c in dict(results.get("configs") or {}).values()}
-        return _Run(
+        max_length = int(results.get("max_length") or 0)
+        run = _Run(
             model=str(results.get("model_name") or UNKNOWN),
             version=str(results.get("lm_eval_version") or UNKNOWN),
             precision=PRECISIONS.get(str(about.get("model_dtype")), UNKNOWN),
             revision=str(about.get("model_sha") or about.get("model_revision") or "") or None,
-            max_length=int(results.get("max_length") or 0),
+            # A tokenizer without a limit has 10**30 for it.
+            max_length=max_length if 0 <= max_length <= MAX_COUNT else 0,
             n_shots=max(shots, default=0),
             chat_template=str(results.get("chat_template_sha") or ""),
             system_prompt=str(results.get("system_instruction") or ""),
             data=HUB_REPOSITORY if HUB_REPOSITORY in paths else "",
         )
-    except (TypeError, ValueError, AttributeError) as error:
+        texts = (run.model, run.version, run.revision or "", run.chat_template, run.system_prompt)
+        if max(map(len, texts)) > MAX_NAME_CHARACTERS:
+            raise ValueError(f"a name or prompt of over {MAX_NAME_CHARACTERS:,} characters")
+    except (*_NOT_AS_WRITTEN, RecursionError) as error:
         raise RecordError(
-            f"{path}: its results are not lm-evaluation-harness's: {error}."
+            f"{path}: its results are not lm-evaluation-harness's: {reason(error)}."
         ) from error
+    return run
 
 
 def _samples(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
     """Every sample and where it stands."""
     for path in files:
         try:
-            with path.open(encoding="utf-8") as file:
-                for number, line in enumerate(file, start=1):
-                    yield f"{path.name}, line {number}", json.loads(line)
+            with path.open("rb") as file:
+                lines = iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b"")
+                for number, line in enumerate(lines, start=1):
+                    if len(line) > MAX_LINE_BYTES:
+                        raise ValueError(f"line {number} is longer than {MAX_LINE_BYTES:,} bytes")
+                    yield f"{path.name}, line {number}", json.loads(line.decode("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise RecordError(f"{path} cannot be read as JSON Lines: {error}.") from error
+            raise RecordError(f"{path} cannot be read as JSON Lines: {reason(error)}.") from error
 
 
 def _question(sample: Any, number: int) -> Question:
@@ -219,6 +247,8 @@ def _logits(sample: Any, question: Question, wording: PromptTemplate) -> list[fl
     logits = [float(resp[0]) for resp in sample["filtered_resps"]]
     if len(logits) != len(asked):
         raise ValueError(f"it has {len(logits)} responses for {len(asked)} options")
+    if any(math.isfinite(logit) and abs(logit) > MAX_LOGIT for logit in logits):
+        raise ValueError("a response is beyond what single precision holds")
     if all(map(math.isfinite, logits)):
         correct = logits.index(max(logits)) == question.answer
         if correct != bool(sample.get("acc", correct)):

@@ -12,15 +12,16 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
-from edge_eval.convert.foreign import ask_again, foreign_record, new_file, predict
+from edge_eval.convert.foreign import ask_again, foreign_record, new_file, predict, reason
 from edge_eval.errors import RecordError
 from edge_eval.metrics import letter_probabilities
 from edge_eval.model_dir import UNKNOWN
 from edge_eval.prompts import PROMPT_TEMPLATES, render
-from edge_eval.questions import fingerprint_questions, load_questions
+from edge_eval.questions import MAX_ROW_CHARACTERS, fingerprint_questions, load_questions
 from edge_eval.schema import Question, RunConfig, RunRecord
 
 COLUMNS = ("input", "golds", "options", "preds", "probs")
@@ -79,7 +80,7 @@ def read_official(path: Path, data: str | None = None) -> RunRecord:
             "its prompt is none of the data's" if question is None else _answer(row, question)
         )
         if question is None or isinstance(answered, str):
-            refused.append(f"row {line}: {answered}")
+            refused.append(f"row {line}: {reason(answered)}")
             continue
         letters = PROMPT_TEMPLATES[template].letters[: len(question.options)]
         predictions.append(predict(question, letters, answered, len(found)))
@@ -109,15 +110,26 @@ def read_official(path: Path, data: str | None = None) -> RunRecord:
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Each row's number, from 1 on, and its cells."""
+    n_characters = 0
+
+    def lines(file: TextIO) -> Iterator[str]:
+        nonlocal n_characters
+        while text := file.readline(MAX_ROW_CHARACTERS + 1):
+            n_characters += len(text)
+            if n_characters > MAX_ROW_CHARACTERS:
+                raise csv.Error(f"a row of over {MAX_ROW_CHARACTERS:,} characters")
+            yield text
+
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
+            reader = csv.DictReader(lines(file), strict=True)
             missing = set(COLUMNS) - set(reader.fieldnames or ())
             if missing:
                 raise RecordError(
                     f"{path} is not the official script's: it has no column {min(missing)}."
                 )
             for number, row in enumerate(reader, start=1):
+                n_characters = 0
                 cells = {name: row[name] for name in COLUMNS}
                 if None in cells.values():
                     raise RecordError(f"{path}, row {number}: fewer cells than columns.")
