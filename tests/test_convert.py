@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import shutil
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +32,8 @@ from edge_eval.errors import DataError, RecordError
 from edge_eval.letters import OPTION_LETTERS
 from edge_eval.metrics import letter_probabilities, micro_accuracy
 from edge_eval.prompts import PROMPT_TEMPLATES, render
-from edge_eval.questions import load_questions
-from edge_eval.run_record import read_record
+from edge_eval.questions import MAX_ROW_CHARACTERS, load_questions
+from edge_eval.run_record import MAX_LINE_BYTES, read_record
 from edge_eval.schema import Question, RunConfig, RunRecord, Status
 from edge_eval.summary import summarize
 
@@ -230,7 +231,26 @@ def same_id(sample: dict[str, Any]) -> None:
     sample["arguments"] = lines(LM_EVAL / "zero_shot" / SAMPLES)[1]["arguments"]
 
 
-DAMAGES = (other_prompt, other_letter, other_answer, fewer_responses, no_question, no_mapping)
+def empty_responses(sample: dict[str, Any]) -> None:
+    sample["filtered_resps"][0] = []
+
+
+def endless_response(sample: dict[str, Any]) -> None:
+    sample["filtered_resps"][0][0] = -(10**400)
+
+
+def response_beyond_single_precision(sample: dict[str, Any]) -> None:
+    sample["filtered_resps"][0][0] = "-1e300"
+
+
+def response_of_many_words(sample: dict[str, Any]) -> None:
+    sample["filtered_resps"][0][0] = "none\n" * 100_000
+
+
+DAMAGES = (
+    *(other_prompt, other_letter, other_answer, fewer_responses, no_question, no_mapping),
+    *(empty_responses, endless_response, response_beyond_single_precision, response_of_many_words),
+)
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, same_id])
@@ -242,6 +262,10 @@ def test_a_sample_that_is_not_what_it_should_be_is_refused_and_counted(
     assert (run.data.n_rows, run.data.n_refused, run.data.n_selected) == (4, 1, 3)
     (reason,) = run.observed["refused"]
     assert reason.startswith(f"{SAMPLES}, line ")
+    assert len(reason) < 500
+    assert "\n" not in reason
+    save_record(run, tmp_path / "record.jsonl")
+    assert len(read_record(tmp_path / "record.jsonl").predictions) == 3
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -338,13 +362,45 @@ def test_files_of_another_kind_are_errors_that_say_so(
         '{"max_length": "long"}',
         '{"configs": {"a": 1}}',
         '{"config": 4}',
+        '{"n-shot": {"a": 1e999}}',
+        '{"n-shot": {"a": -5}}',
+        '{"n-shot": {"a": 3000000000}}',
+        pytest.param(f'{{"n-shot": {{"a": 1{"0" * 400}}}}}', id="n-shot of 400 digits"),
+        '{"max_length": 1e999}',
+        pytest.param(json.dumps({"model_name": "m" * 100_000}), id="model_name"),
+        pytest.param(json.dumps({"system_instruction": "m" * 100_000}), id="system_instruction"),
+        pytest.param(" " * MAX_LINE_BYTES + "{}", id="too large a file"),
     ],
 )
 def test_results_that_are_no_results_are_an_error(results: str, tmp_path: Path) -> None:
     path = edit(tmp_path, lambda _: None)
     (tmp_path / "results_2026-11-30T05-58-52.572750.json").write_text(results)
-    with pytest.raises(RecordError, match=r"results_2026|its results"):
+    with pytest.raises(RecordError, match=r"results_2026|its results") as told:
         read_lm_eval(path)
+    assert len(str(told.value)) < 700
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("max_length", [-1, 10**30])
+def test_a_length_that_no_model_has_is_unknown(max_length: int, tmp_path: Path) -> None:
+    path = edit(tmp_path, lambda _: None)
+    results = tmp_path / "results_2026-11-30T05-58-52.572750.json"
+    results.write_text(json.dumps({"max_length": max_length}))
+    assert read_lm_eval(path).manifest.max_length == 0
+
+
+def test_a_line_that_has_no_end_is_not_read_to_it(tmp_path: Path) -> None:
+    path = edit(tmp_path, lambda _: None)
+    with path.open("ab") as file:
+        file.truncate(1 << 30)  # zeros, on the disk as in the file only a note of how many
+    tracemalloc.start()
+    try:
+        with pytest.raises(RecordError, match="line 5 is longer than 16,777,216 bytes"):
+            read_lm_eval(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 << 20
 
 
 def test_tasks_of_unequal_shots_are_not_one_run(tmp_path: Path) -> None:
@@ -504,6 +560,13 @@ def test_an_official_row_that_cannot_be_right_is_refused_by_number(
     assert run.observed["refused"][0].startswith(reason)
 
 
+def test_why_a_row_is_refused_stays_short(tmp_path: Path) -> None:
+    run = read_official(edit_official(tmp_path, "golds", "7\n" * 60_000), "sample")
+    (reason,) = run.observed["refused"]
+    assert reason.startswith("row 2: its gold is '7")
+    assert len(reason) < 400
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -518,6 +581,22 @@ def test_a_file_that_is_not_the_scripts_says_so(text: str, message: str, tmp_pat
     (tmp_path / "in.csv").write_text(text)
     with pytest.raises(RecordError, match=message):
         read_official(tmp_path / "in.csv", "sample")
+
+
+@pytest.mark.parametrize(
+    "row", ["," * (2 * MAX_ROW_CHARACTERS), ('"' + "x\n" * 50_000 + '",') * 20]
+)
+def test_a_row_that_has_no_end_is_not_read_to_it(row: str, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text(f"input,golds,options,preds,probs\n{row}\n")
+    with pytest.raises(RecordError, match=r"a row of over 1,048,576 characters"):
+        read_official(tmp_path / "in.csv", "sample")
+
+
+def test_many_rows_are_longer_together_than_one_may_be(tmp_path: Path) -> None:
+    path = edit_official(tmp_path, "preds", "A")
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text + ("x" * 100_000 + ",0,[],A,[]\n") * 30, encoding="utf-8")
+    assert read_official(path, "sample").data.n_rows == 190
 
 
 def test_equal_prompts_are_taken_in_the_datas_order(tmp_path: Path) -> None:

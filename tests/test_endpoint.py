@@ -1,5 +1,6 @@
 """A server on loopback that speaks OpenAI's shapes, well or badly, and what becomes of a run on it."""
 
+import gzip
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -130,6 +132,55 @@ def slow(seconds: float) -> Reply:
         completion()(handler, body)
 
     return reply
+
+
+def dripping(start: bytes, drop: bytes, seconds: float = 4) -> Reply:
+    """An answer of which a little comes at a time; in the end all of it, and a healthy one."""
+
+    def reply(handler: Handler, body: dict[str, Any]) -> None:
+        handler.wfile.write(start)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            handler.wfile.write(drop)
+            time.sleep(0.05)
+        content = b'{"choices": [{"text": " B"}]}'
+        is_body = start.endswith(b"\r\n\r\n")
+        handler.wfile.write(content if is_body else b"HTTP/1.0 200 OK\r\n\r\n" + content)
+
+    return reply
+
+
+def flood(seconds: float = 4) -> Reply:
+    """Interim answers, as fast as they can be sent."""
+
+    def reply(handler: Handler, body: dict[str, Any]) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
+        completion()(handler, body)
+
+    return reply
+
+
+def endless(n_bytes: int) -> Reply:
+    """Spaces without a length, and far behind any answer's end an end after all."""
+
+    def reply(handler: Handler, body: dict[str, Any]) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(n_bytes >> 20):
+            handler.wfile.write(b" " * (1 << 20))
+        handler.wfile.write(b'{"choices": [{"text": " B"}]}')
+
+    return reply
+
+
+def packed(encoding: str, times: int = 1, n_spaces: int = 0) -> Reply:
+    """A healthy answer in gzip, behind many spaces."""
+    content = b" " * n_spaces + b'{"choices": [{"text": " B"}]}'
+    for _ in range(times):
+        content = gzip.compress(content)
+    return lambda handler, _: handler.send(200, content, content_encoding=encoding)
 
 
 def dropped(handler: Handler, body: dict[str, Any]) -> None:
@@ -278,7 +329,15 @@ def test_a_date_is_a_wait_too() -> None:
         30, abs=2
     )
     assert module._retry_after_s(formatdate(time.time() - 30, usegmt=True)) == 0
-    for nothing in ("soon", "nan", None):
+    absurd = [
+        "Fri, 31 Dec 9999 23:59:59 -9999",
+        "Mon, 01 Jan 0001 00:00:00 +2359",
+        "Mon, 01 Jan 2024 00:00:00 +99999999999999999999",
+        "Mon, 01 Jan 0001 00:00:00 -0000",
+    ]
+    for date in absurd:
+        module._retry_after_s(date)
+    for nothing in ("soon", "nan", "1e999", ", , ,", absurd[2], None):
         assert module._retry_after_s(nothing) is None
 
 
@@ -297,6 +356,93 @@ def test_a_slow_answer_is_given_up_in_time(server: Server) -> None:
         endpoint.read_text({"prompt": ""}, 1)
     assert time.perf_counter() - start < 1
     endpoint.close()
+
+
+HEAD = b"HTTP/1.0 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dripping(HEAD + b"\r\n", b" "),
+        dripping(HEAD + b"Content-Length: 9999\r\n\r\n", b" "),
+        dripping(HEAD, b"X-Drop: 1\r\n"),
+        dripping(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        dripping(b"HTTP/1.0 404 No\r\n\r\n", b" "),
+        flood(),
+    ],
+    ids=["body", "body of a length", "headers", "interim answers", "refusal", "flood"],
+)
+def test_an_answer_that_drips_is_given_up_in_time(bad: Reply, server: Server) -> None:
+    endpoint = open_endpoint(server.url, "tiny", is_chat=False, timeout_s=0.3)
+    server.healthy = bad
+    start = time.perf_counter()
+    with pytest.raises(EndpointError, match=r"in time \(--timeout\), after 2 attempts"):
+        endpoint.read_text({"prompt": ""}, 1)
+    assert time.perf_counter() - start < 3
+    server.healthy = completion()
+    server.plan = []
+    assert endpoint.read_text({"prompt": ""}, 1) is not None
+    endpoint.close()
+
+
+def test_a_request_out_of_time_ends_no_other(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ATTEMPTS", 2)
+    endpoint = open_endpoint(server.url, "tiny", is_chat=False, timeout_s=1.5, concurrency=4)
+
+    def reply(handler: Handler, body: dict[str, Any]) -> None:
+        is_slow = body["prompt"] == "drip"
+        (dripping(HEAD + b"\r\n", b" ") if is_slow else slow(0.1))(handler, body)
+
+    server.healthy = reply
+
+    def ask(prompt: str) -> str | None:
+        try:
+            answer = endpoint.read_text({"prompt": prompt}, 1)
+        except EndpointError:
+            return "late"
+        return answer.text if answer else ""
+
+    with ThreadPoolExecutor(4) as threads:
+        texts = list(threads.map(ask, ["drip", *["good"] * 12, "drip"]))
+    assert texts == ["late", *[" B"] * 12, "late"]
+    assert sum(body["prompt"] == "good" for body in server.bodies()) == 12
+    endpoint.close()
+
+
+def test_a_connection_is_kept_for_the_next_request(
+    server: Server, ask: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handler, "protocol_version", "HTTP/1.1")
+    ports = []
+
+    def reply(handler: Handler, body: dict[str, Any]) -> None:
+        ports.append(handler.client_address[1])
+        (failure(400, "context length") if len(ports) == 3 else completion())(handler, body)
+
+    server.healthy = reply
+    for _ in range(6):
+        ask.read_text({"prompt": ""}, 1)
+    assert len(ports) == 6
+    assert len(set(ports)) == 1
+
+
+def test_an_endpoint_that_is_closed_lets_go_of_what_it_waits_for(server: Server) -> None:
+    endpoint = open_endpoint(server.url, "tiny", is_chat=False, timeout_s=30)
+    server.healthy = slow(5)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(endpoint.read_text, {"prompt": ""}, 1)
+        while not server.requests:
+            time.sleep(0.01)
+        start = time.perf_counter()
+        endpoint.close()
+        with pytest.raises(EndpointError):
+            waiting.result()
+        assert time.perf_counter() - start < 3
+    with pytest.raises(EndpointError, match="not asked any more"):
+        endpoint.read_text({"prompt": ""}, 1)
 
 
 def test_a_server_that_is_not_there_is_told_in_one_line() -> None:
@@ -320,7 +466,18 @@ def test_a_server_that_is_not_there_is_told_in_one_line() -> None:
         (failure(404, "model tiny does not exist"), "--endpoint-kind chat"),
         (failure(400, "logprobs must be at most 5"), "--top-logprobs"),
         (failure(422, "what is this"), "what is this"),
-        (failure(301, location="http://127.0.0.1:1/v1"), "301"),
+        (failure(301, location="http://127.0.0.1:1/v2/completions"), "to http://127.0.0.1:1/v2: g"),
+        (failure(308, location="/proxy/v1/completions"), "/proxy/v1: give that one as --endpoint"),
+        (failure(302, location="file:///etc/passwd"), "302) to what is no other endpoint"),
+        (failure(302, location="https://login/?token=1"), "302) to what is no other endpoint"),
+        (failure(302, location="http://[/"), "302) to what is no other endpoint"),
+        (failure(301, location="/v1/completions/"), "301) to what is no other endpoint"),
+        (raw(b"", 400), "status 400 and does not say why: check --endpoint"),
+        (raw(b" \n", 418), "status 418 and does not say why"),
+        (endless(3 * module.MAX_ANSWER_BYTES), "more than 16 MB"),
+        (packed("gzip", n_spaces=4 * module.MAX_ANSWER_BYTES), "more than 16 MB"),
+        (packed("gzip, gzip", 2), "in the encoding gzip, gzip, which was not asked for"),
+        (packed("zstd"), "in the encoding zstd"),
         (raw(b"<html>hello</html>"), "no completion: <html>hello"),
         (raw(b"\xff\xfe\x00"), "no completion"),
         (raw(b""), "no completion: nothing"),
@@ -342,6 +499,46 @@ def test_what_will_not_pass_is_one_line_at_once(
     assert "\n" not in str(told.value)
     assert len(str(told.value)) < 800
     assert len(server.requests) == 1
+
+
+def test_an_answer_may_come_in_gzip(server: Server, ask: Endpoint) -> None:
+    server.healthy = packed("gzip", n_spaces=1000)
+    answer = ask.read_text({"prompt": ""}, 1)
+    assert answer is not None
+    assert answer.text == " B"
+    assert server.requests[0][1]["Accept-Encoding"] == "gzip"
+
+
+@pytest.mark.parametrize("charset", ["idna", "undefined", "zlib_codec", "rot13", "no-such"])
+@pytest.mark.parametrize("status", [404, 200])
+def test_the_charset_a_server_names_changes_nothing(
+    status: int, charset: str, server: Server, ask: Endpoint
+) -> None:
+    content = b"\xff\xfe no such page"
+    content_type = f"text/plain; charset={charset}"
+    server.healthy = lambda h, _: h.send(status, content, content_type=content_type)
+    with pytest.raises(EndpointError, match="\ufffd\ufffd no such page"):
+        ask.read_text({"prompt": ""}, 1)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), -1e300, 1e39, float("nan")])
+@pytest.mark.parametrize("llama_cpp", [True, False])
+def test_a_logprob_that_is_no_finite_float_is_as_if_not_told(
+    value: float, llama_cpp: bool, server: Server, ask: Endpoint
+) -> None:
+    server.healthy = completion(top={"A": value, "B": -3e38}, llama_cpp=llama_cpp)
+    values = letters_of(ask.read_letters({"prompt": ""}, LATIN[:2], 5))
+    np.testing.assert_equal(values, [np.nan, float(np.float32(-3e38))])
+
+
+@pytest.mark.parametrize("count", [10**400, 1 << 31, 0, -5, True, 1.5, "7", None])
+def test_a_count_of_tokens_that_is_none_is_unknown(
+    count: Any, server: Server, run: Callable[..., RunRecord]
+) -> None:
+    content = {"choices": [{"text": "A"}], "usage": {"prompt_tokens": count}}
+    server.healthy = raw(json.dumps(content).encode())
+    record = run(scoring="generated", limit=1)
+    assert [p.n_tokens for p in record.predictions] == [0]
 
 
 @pytest.mark.parametrize(
