@@ -331,9 +331,10 @@ class Endpoint:
             )
         content, is_whole = _read_body(response, is_gzip, MAX_ANSWER_BYTES, is_late)
         if not is_whole:
+            # gives_letters() would take the option's name for a word on log-probabilities.
             raise EndpointError(
                 f"{url} answers with more than {MAX_ANSWER_BYTES >> 20} MB. Is this an "
-                "OpenAI-compatible server? If so, ask for fewer with --top-logprobs."
+                "OpenAI-compatible server? If so, ask it for fewer of the likeliest tokens."
             )
         return content
 

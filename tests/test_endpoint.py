@@ -521,7 +521,11 @@ def test_the_charset_a_server_names_changes_nothing(
         ask.read_text({"prompt": ""}, 1)
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**400), -1e300, 1e39, float("nan")])
+@pytest.mark.parametrize(
+    "value",
+    [10**400, -(10**400), -1e300, 1e39, float("nan")],
+    ids=["400 digits", "-400 digits", "-1e300", "1e39", "nan"],
+)
 @pytest.mark.parametrize("llama_cpp", [True, False])
 def test_a_logprob_that_is_no_finite_float_is_as_if_not_told(
     value: float, llama_cpp: bool, server: Server, ask: Endpoint
@@ -531,7 +535,9 @@ def test_a_logprob_that_is_no_finite_float_is_as_if_not_told(
     np.testing.assert_equal(values, [np.nan, float(np.float32(-3e38))])
 
 
-@pytest.mark.parametrize("count", [10**400, 1 << 31, 0, -5, True, 1.5, "7", None])
+@pytest.mark.parametrize(
+    "count", [pytest.param(10**400, id="400 digits"), 1 << 31, 0, -5, True, 1.5, "7", None]
+)
 def test_a_count_of_tokens_that_is_none_is_unknown(
     count: Any, server: Server, run: Callable[..., RunRecord]
 ) -> None:
@@ -812,6 +818,9 @@ def test_a_server_without_log_probabilities_is_read_by_text(server: Server) -> N
     assert choose_scoring(config_of(server)) == "generated"
     server.healthy = failure(400, "no such model")
     with pytest.raises(EndpointError, match="no such model"):
+        choose_scoring(config_of(server))
+    server.healthy = endless(2 * module.MAX_ANSWER_BYTES)
+    with pytest.raises(EndpointError, match="more than 16 MB"):
         choose_scoring(config_of(server))
 
 
