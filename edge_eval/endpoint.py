@@ -39,6 +39,7 @@ FIRST_WAIT_S = 0.5  # doubled each time, with as much again by chance
 LONGEST_WAIT_S = 60.0
 LONGEST_ASKED_S = 600.0  # a server that asks for more, by Retry-After, is given up
 CONNECT_S = 10.0
+LONGEST_TIMEOUT_S = 86_400.0  # a socket counts no month
 MIN_SECRET = 8  # characters; a shorter key ("none", "EMPTY") is no secret
 
 # Decoded. 1,000 likeliest tokens take about 0.2 MB; what has no end does not end in our memory.
@@ -426,8 +427,12 @@ def open_endpoint(
 ) -> Endpoint:
     """A client of the server at ``url``, which check_url() gave.
 
-    Errors: OptionError when a package is missing or the key cannot be one.
+    Errors: OptionError when a package is missing, the key cannot be one, or the time is no time.
     """
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise OptionError(
+            f"--timeout is more than 0 and at most {LONGEST_TIMEOUT_S:,.0f} s, not {timeout_s:g}."
+        )
     try:
         import httpx
         import tenacity  # noqa: F401 - needed with the first request: told before it

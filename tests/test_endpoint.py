@@ -849,6 +849,8 @@ def test_asking_letters_of_it_says_what_to_do(
         ({"max_new_tokens": 5}, "--scoring generated"),
         ({"scoring": "generated", "max_new_tokens": 100_000}, "--max-new-tokens"),
         ({"scoring": "cyclic"}, "no scoring"),
+        ({"timeout_s": 1e10}, "--timeout"),
+        ({"timeout_s": float("nan")}, "--timeout"),
     ],
 )
 def test_settings_that_an_endpoint_cannot_serve_are_refused_before_it_is_asked(
