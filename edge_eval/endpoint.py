@@ -423,7 +423,6 @@ def open_endpoint(
     *,
     is_chat: bool,
     timeout_s: float,
-    concurrency: int = 1,  # noqa: ARG001 - a connection is opened for each request at once
 ) -> Endpoint:
     """A client of the server at ``url``, which check_url() gave.
 

@@ -262,7 +262,6 @@ def connect(config: RunConfig) -> Endpoint:
         config.model,
         is_chat=config.chat_template == "server",
         timeout_s=config.timeout_s,
-        concurrency=config.concurrency,
     )
 
 

@@ -390,7 +390,7 @@ def test_a_request_out_of_time_ends_no_other(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ATTEMPTS", 2)
-    endpoint = open_endpoint(server.url, "tiny", is_chat=False, timeout_s=1.5, concurrency=4)
+    endpoint = open_endpoint(server.url, "tiny", is_chat=False, timeout_s=1.5)
 
     def reply(handler: Handler, body: dict[str, Any]) -> None:
         is_slow = body["prompt"] == "drip"
