@@ -5,6 +5,7 @@ drawing is static: it opens at once, prints, and needs no script. Colours are th
 variables, so that one drawing serves light, dark and print.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import Any, TypeAlias
@@ -31,6 +32,12 @@ SHAPES = {
     "triangle-left": "◀",
 }
 PANEL_TITLE = 30  # characters a line
+MAX_TEXT = 64  # characters: a run's label and its number, and all of our own
+MAX_PARTS = 100  # of a slice, ArabicMMLU having 40 tasks: nobody reads a drawing of more
+
+# What XML has no place for, on which vl-convert ends the whole process, and what Vega's own
+# expressions take for the end of a line.
+UNDRAWABLE = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff\u2028\u2029]")
 INK, FAINT = "var(--ink)", "var(--faint)"
 REFERENCE: Spec = {"strokeDash": [5, 4], "color": FAINT, "aria": False}
 POINT: Spec = {"type": "point", "filled": True, "opacity": 1}
@@ -47,7 +54,7 @@ CONFIG: Spec = {
         "titleFontWeight": "normal",
         "labelFontSize": 12,
         "titleFontSize": 12,
-        "labelLimit": 260,
+        "labelLimit": 0,  # Vega would cut in the middle of a character; _drawable() does not
         "domainColor": FAINT,
         "tickColor": FAINT,
         "gridColor": "var(--grid)",
@@ -78,7 +85,12 @@ def trade_off(rows: Sequence[Row], cost: str) -> str | None:
 
 
 def intervals(rows: Sequence[Row], part: str, ceiling: float) -> str | None:
-    """Accuracy of each part and run with its interval, ticks at chance, a line at the ceiling."""
+    """Accuracy of each part and run with its interval, ticks at chance, a line at the ceiling.
+
+    None where there are more parts than MAX_PARTS.
+    """
+    if len({row[part] for row in rows}) > MAX_PARTS:
+        return None
     place: Spec = {
         "y": {"field": part, "type": "nominal", "sort": None, "title": None},
         "yOffset": {"field": "run", "sort": None},
@@ -198,8 +210,20 @@ def _draw(rows: Sequence[Row], **spec: Any) -> str | None:
         return None
     from vl_convert import vegalite_to_svg
 
-    svg: str = vegalite_to_svg({"config": CONFIG, "data": {"values": rows}, **spec})
+    svg: str = vegalite_to_svg(_drawable({"config": CONFIG, "data": {"values": rows}, **spec}))
     return svg
+
+
+def _drawable(value: Any) -> Any:
+    """The same with every text short, and without what cannot be drawn: each costs its length."""
+    if isinstance(value, Mapping):
+        return {name: _drawable(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_drawable(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    text = value if len(value) <= MAX_TEXT else f"{value[: MAX_TEXT - 1]}…"
+    return UNDRAWABLE.sub(" ", text)
 
 
 def _draw_panels(rows: Sequence[Row], panel: Spec) -> str | None:

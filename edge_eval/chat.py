@@ -27,12 +27,13 @@ from edge_eval.errors import ModelError, OptionError
 TIME_LIMIT_S = 5.0  # for one conversation
 MEMORY_LIMIT_BYTES = 512 << 20  # of address space, where the system can limit it (Linux)
 MAX_CHARACTERS = 1 << 20  # of a template, and of what it writes
+MAX_REASON = 200  # characters, of a template's own words
 
 Message = dict[str, str]  # role, content
 
 
-class _TemplateRefusal(Exception):  # noqa: N818 - the template's own word, not an error of ours
-    """What a template raises by raise_exception()."""
+class _TemplateRefusal(ModelError):
+    """What a template raises by raise_exception(): of these messages it makes no conversation."""
 
 
 class ChatTemplate:
@@ -41,15 +42,12 @@ class ChatTemplate:
     def __init__(self, text: str, special_tokens: dict[str, str], source: str) -> None:
         self.sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
         self.source = source
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "from edge_eval.chat import serve; serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
+        self._process = _start(source)
         self._end = weakref.finalize(self, _end, self._process)
-        # The first answer waits for Python and Jinja2 to start, on a busy machine for long.
+        self._begun = False
+        # The first answers wait for Python and Jinja2 to start, on a busy machine for long.
+        self._ask({}, 12 * TIME_LIMIT_S)
+        self._begun = True
         answer = self._ask({"template": text, "special_tokens": special_tokens}, 12 * TIME_LIMIT_S)
         if "error" in answer:
             raise ModelError(f"{source} is not a chat template: {answer['error']}.")
@@ -81,7 +79,10 @@ class ChatTemplate:
     def _render(self, messages: list[Message]) -> str:
         answer = self._ask({"messages": messages}, TIME_LIMIT_S)
         if "refusal" in answer:
-            raise _TemplateRefusal(answer["refusal"])
+            raise _TemplateRefusal(
+                f"{self.source} refuses these messages: {answer['refusal']}. Use --chat-template "
+                "off, or leave out what it does not take (shots, a system prompt)."
+            )
         if "error" in answer:
             raise ModelError(f"{self.source} fails: {answer['error']}. Use --chat-template off.")
         return answer["text"]
@@ -101,6 +102,9 @@ class ChatTemplate:
         except (OSError, ValueError):  # no reader, or no whole line
             late = time.monotonic() - start >= limit_s
             self._end()
+            if not self._begun:
+                why = f"did not begin within {limit_s:.0f} s" if late else "ended at once"
+                raise _no_process(self.source, f"{sys.executable} {why}") from None
             raise ModelError(
                 f"{self.source} does not end within {limit_s:.0f} s: not used."
                 if late
@@ -110,6 +114,30 @@ class ChatTemplate:
         finally:
             timer.cancel()
         return answer
+
+
+def _start(source: str) -> subprocess.Popen[bytes]:
+    if not sys.executable:
+        raise _no_process(source, "this one does not know where its own program is")
+    try:
+        return subprocess.Popen(
+            # Without the current folder, whose modules it would run.
+            [sys.executable, "-P", "-c", "from edge_eval.chat import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    except OSError as error:
+        why = f"{sys.executable} cannot be started: {error.strerror}"
+        raise _no_process(source, why) from error
+
+
+def _no_process(source: str, why: str) -> ModelError:
+    return ModelError(
+        f"{source} is run in a Python process of its own, but {why}: not used. Use --chat-template "
+        "off."
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -173,9 +201,11 @@ def serve() -> None:
     render: Callable[[list[Message]], str] | None = None
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        _limit_time()
+        _limit_time(int(12 * TIME_LIMIT_S))
         try:
-            if render is None:
+            if not request:  # whether this process runs at all
+                answer = {}
+            elif render is None:
                 render = _compile(request["template"], request["special_tokens"])
                 answer = {}
             else:
@@ -189,6 +219,7 @@ def serve() -> None:
             answer = {"error": (words or type(error).__name__)[:300].rstrip(".")}
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
+        _limit_time(0)
 
 
 def _compile(text: str, special_tokens: dict[str, str]) -> Callable[[list[Message]], str]:
@@ -207,6 +238,10 @@ def _compile(text: str, special_tokens: dict[str, str]) -> Callable[[list[Messag
         found = template.render(messages=messages, add_generation_prompt=True, **special_tokens)
         if len(found) > MAX_CHARACTERS:
             raise ValueError(f"it makes a prompt of {len(found):,} characters")
+        try:
+            found.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("it makes half of a surrogate pair, which is no character") from None
         return found
 
     return render
@@ -219,12 +254,12 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
 
 
-def _limit_time() -> None:
-    """End with a run that was killed while its template looped."""
+def _limit_time(seconds: int) -> None:
+    """End with a run that was killed while its template looped; 0 for no limit."""
     with contextlib.suppress(ImportError, AttributeError):  # not on Windows
         import signal
 
-        signal.alarm(int(12 * TIME_LIMIT_S))
+        signal.alarm(seconds)
 
 
 def _to_json(
@@ -243,5 +278,6 @@ def _to_json(
     )
 
 
-def _refuse(message: str) -> NoReturn:
-    raise _TemplateRefusal(message)
+def _refuse(message: object) -> NoReturn:
+    # In one line here, where a message that is no text, or is too much of it, is still told.
+    raise _TemplateRefusal(" ".join(str(message).split())[:MAX_REASON].rstrip("."))

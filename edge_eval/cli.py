@@ -4,6 +4,7 @@ Nothing heavy is imported before a command needs it: --help must answer at once.
 """
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -132,8 +133,11 @@ def demo(
         package.assemble(gguf, overwrite=True)
         try:
             # A process of its own: torch's memory must not stand in the run's peak.
-            command = [sys.executable, "-m", "edge_eval", "export", str(gguf), "-o", str(model)]
-            if code := subprocess.run(command, check=False).returncode:  # noqa: S603 - ourselves
+            # Without the current folder, whose modules it would run; with what this one imports.
+            python = [sys.executable, "-P", "-m", "edge_eval"]
+            command = [*python, "export", str(gguf), "-o", str(model)]
+            env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            if code := subprocess.run(command, check=False, env=env).returncode:  # noqa: S603 - ourselves
                 raise typer.Exit(code)
         finally:
             gguf.unlink(missing_ok=True)

@@ -105,14 +105,15 @@ Row: TypeAlias = Mapping[str, str]
 Rows: TypeAlias = Iterator[tuple[int, Row | str]]  # line, and its row or why there is none
 
 
-def load_questions(config: RunConfig) -> QuestionSet:
+def load_questions(config: RunConfig, *, fetch: bool = True) -> QuestionSet:
     """Read ``config.data`` and choose among its test questions by the filters, then the limit.
 
     Few-shot rows are never filtered: a task's shots are the same whichever country is asked about.
+    fetch: whether what is not in the Hub's cache may be fetched.
     Raises DataError for data that cannot be read, for a filter's unknown name, and when no test
     question is left.
     """
-    source, kind, revision, rows = _open_source(config.data)
+    source, kind, revision, rows = _open_source(config.data, fetch=fetch)
     test: list[Question] = []
     shots: dict[str, list[Question]] = {}
     refused: list[RefusedRow] = []
@@ -179,7 +180,7 @@ def _fingerprint_line(question: Question) -> bytes:
     return json.dumps([question.id, *labels, *texts]).encode() + b"\n"
 
 
-def _open_source(data: str) -> tuple[str, str, str | None, Rows]:
+def _open_source(data: str, *, fetch: bool) -> tuple[str, str, str | None, Rows]:
     """Return the source, kind, revision and still unread rows of what ``--data`` names."""
     if data == "sample":
         return data, "sample", None, _sample_rows()
@@ -191,7 +192,7 @@ def _open_source(data: str) -> tuple[str, str, str | None, Rows]:
         if asked.casefold() not in known:
             raise DataError(_no_such("task", asked, HUB_REPOSITORY, known.values()))
         name = known[asked.casefold()]
-        return f"{HUB_REPOSITORY}/{name}", "hub", HUB_REVISION, _hub_rows(name)
+        return f"{HUB_REPOSITORY}/{name}", "hub", HUB_REVISION, _hub_rows(name, fetch=fetch)
     path = Path(data)
     reader = READERS.get(path.suffix.lower())
     remedy = f"--data takes sample, hub, hub:TASK or a file ({', '.join(READERS)})"
@@ -462,7 +463,7 @@ def _sample_rows() -> Rows:
 # ---- the Hub
 
 
-def _hub_rows(name: str) -> Rows:
+def _hub_rows(name: str, *, fetch: bool) -> Rows:
     """Yield the rows of a task of the Hub, or of ``All``: its test split, then dev."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -478,6 +479,8 @@ def _hub_rows(name: str) -> Rows:
         if isinstance(cached, str):
             splits[split] = (row for _, row in _csv_rows(Path(cached)))
     if len(splits) < 2:
+        if not fetch:
+            raise DataError(f"{HUB_REPOSITORY}/{name}: not in the cache, and not to be fetched")
         splits = _download(name)
     line = 0
     for split, rows in splits.items():

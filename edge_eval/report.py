@@ -57,6 +57,7 @@ def write_report(
 def load_report_questions(records: Sequence[RunRecord]) -> Texts | None:
     """The records' questions, read again from where each run had them; None when none can be.
 
+    The Hub's are those in its cache: a record names a source, but who reads it asked for no fetch.
     A source whose questions no longer have the run's fingerprint is left out: its texts may not be
     what the model was asked.
     """
@@ -66,7 +67,7 @@ def load_report_questions(records: Sequence[RunRecord]) -> Texts | None:
         if record.data.sha256 in seen:
             continue
         try:
-            again = load_questions(record.config)
+            again = load_questions(record.config, fetch=False)
         except DataError:
             continue
         if again.fingerprint.sha256 == record.data.sha256:

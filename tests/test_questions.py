@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_run_record import MANIFEST
 
 from edge_eval import questions as module
 from edge_eval.errors import DataError
 from edge_eval.questions import fingerprint_questions, load_questions
+from edge_eval.run_record import open_record
 from edge_eval.schema import LEVEL_TITLES, Question, QuestionSet, RunConfig, task_name
 
 HEADER = [
@@ -1008,14 +1010,14 @@ json.dump(dataclasses.asdict(loaded), open(sys.argv[2], "w"))
 """
 
 
-def ask_hub(hub, tmp_path, data: str = "hub", **environment: str) -> dict | str:
+def ask_hub(hub, tmp_path, data="hub", code: str = ASK, **environment: str) -> dict | str:
     """Load in a fresh process, since the Hub's address is read once, at import."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     proxies = {name for name in kept if name.lower().endswith("_proxy")}
     kept = {name: value for name, value in kept.items() if name not in proxies}
     home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url}
     done = subprocess.run(
-        [sys.executable, "-c", ASK, data, tmp_path / "loaded.json"],
+        [sys.executable, "-c", code, data, tmp_path / "loaded.json"],
         env={**kept, **home, **environment},
         capture_output=True,
         text=True,
@@ -1025,6 +1027,8 @@ def ask_hub(hub, tmp_path, data: str = "hub", **environment: str) -> dict | str:
         assert done.stderr.startswith("DataError: ")
         assert done.stderr.count("\n") == 1
         return done.stderr.strip()
+    if code != ASK:
+        return done.stdout
     assert done.stdout == done.stderr == ""
     return json.loads((tmp_path / "loaded.json").read_text())
 
@@ -1055,6 +1059,29 @@ def test_the_hub_gives_text_and_again_without_a_network(hub, tmp_path):
     n_requests = hub.n_requests
     assert ask_hub(hub, tmp_path, HF_HUB_OFFLINE="1") == fetched
     assert ask_hub(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:1") == fetched
+    assert hub.n_requests == n_requests
+
+
+READ_AGAIN = """
+import sys
+from pathlib import Path
+from edge_eval.report import load_report_questions
+from edge_eval.run_record import read_record
+print(len(load_report_questions([read_record(Path(sys.argv[1]))]) or ()))
+"""
+
+
+def test_a_report_takes_from_the_hub_what_is_in_the_cache_and_fetches_nothing(hub, tmp_path):
+    found = load_rows(tmp_path, HUB_ROWS)
+    config = RunConfig(data="hub")
+    path = tmp_path / "record.jsonl"
+    with open_record(path, config, MANIFEST, found.fingerprint, {}, {}) as record:
+        record.finish({}, 0)
+    assert ask_hub(hub, tmp_path, code=READ_AGAIN, data=path) == "0\n"
+    assert hub.n_requests == 0
+    ask_hub(hub, tmp_path)
+    n_requests = hub.n_requests
+    assert ask_hub(hub, tmp_path, code=READ_AGAIN, data=path) == "4\n"
     assert hub.n_requests == n_requests
 
 

@@ -1,8 +1,11 @@
 import csv
 import io
 import json
+import os
 import re
+import subprocess
 import sys
+import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from edge_eval import figures, metrics
+from edge_eval import charts, figures, metrics
 from edge_eval.errors import RecordError
 from edge_eval.figures import examine
 from edge_eval.letters import ALPHABETS, OPTION_LETTERS
@@ -553,6 +556,44 @@ def test_a_place_that_cannot_be_written_is_named(records: list[RunRecord], tmp_p
         write_report(records[:1], tmp_path / "file" / "report.html", None)
 
 
+# ---- what strangers' records hold
+
+DRAW = """
+from edge_eval import charts
+for odd in map(chr, (0, 1, 27, 127, 0xD800, 0xDFFF, 0x2028, 0x2029, 0xFFFE, 0xFFFF, 0x1FFFE)):
+    row = {"run": f"1 · a{odd}b", "number": 1, "subject": f"c{odd}d", "n": 5}
+    figures = (charts.ACCURACY, charts.LOW, charts.HIGH, charts.CHANCE, charts.CONFIDENCE)
+    rows = [row | dict.fromkeys(figures, 50.0)]
+    assert "<svg" in charts.intervals(rows, "subject", 90.0)
+    assert "<svg" in charts.reliability(rows)
+"""
+
+
+@pytest.mark.skipif(not charts.can_draw(), reason="charts are drawn by the report extra")
+def test_no_character_of_a_name_ends_the_process() -> None:
+    # In a process of its own: what cannot be drawn would end this one, without a traceback.
+    done = subprocess.run([sys.executable, "-c", DRAW], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("letter", ["S", "س", "\N{GRINNING FACE}"], ids=ascii)
+def test_a_long_name_is_drawn_cut(letter: str, records: list[RunRecord]) -> None:
+    asked = [replace(p, subject=letter * 200_000) for p in records[0].predictions[:3]]
+    start = time.monotonic()
+    figure = figures.accuracy_by(examine([make_record(asked)]), "subject")
+    assert time.monotonic() - start < 10
+    assert figure.svg is None or f"{letter * 63}…" in figure.svg
+    assert figure.svg is None or letter * 64 not in figure.svg
+
+
+def test_more_parts_than_anybody_reads_are_a_table_alone(records: list[RunRecord]) -> None:
+    [p, *_] = records[0].predictions
+    asked = [replace(p, index=i, subject=f"س {i}") for i in range(3000)]
+    figure = figures.accuracy_by(examine([make_record(asked)]), "subject")
+    assert figure.svg is None
+    assert len(figure.rows) == 3000
+
+
 # ---- the questions' texts
 
 
@@ -578,6 +619,16 @@ def test_texts_that_may_not_be_the_run_s_are_not_shown(change: dict[str, Any]) -
     page = render_page([record], None)
     assert "20 questions, shown by id only" in page
     assert set(embedded(page)["texts"]) == {None}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes with names and devices are Unix's")
+def test_a_record_that_names_a_device_or_a_pipe_opens_neither(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "device.csv").symlink_to("/dev/zero")
+    (tmp_path / "folder.csv").mkdir()
+    for name in ("pipe.csv", "device.csv", "folder.csv"):
+        record = make_record(make_predictions(make_questions(2)), data=str(tmp_path / name))
+        assert load_report_questions([record]) is None
 
 
 def test_a_text_is_shown_only_for_the_question_it_belongs_to(questions: list[Question]) -> None:

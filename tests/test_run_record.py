@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 import edge_eval.run_record as records
 from edge_eval.errors import RecordError
-from edge_eval.run_record import MAX_LINE_BYTES, find_unfinished, open_record, read_record
+from edge_eval.questions import LABELS
+from edge_eval.run_record import (
+    MAX_LABEL,
+    MAX_LINE_BYTES,
+    find_unfinished,
+    open_record,
+    read_record,
+)
 from edge_eval.schema import (
     DataFingerprint,
     ExportManifest,
@@ -147,7 +154,7 @@ def test_every_line_is_strict_json_in_utf_8(whole: Path) -> None:
             replace,
             st.just(PREDICTION),
             question_id=st.text(),
-            country=st.text(max_size=3),
+            country=st.text(max_size=3).filter(str.isprintable),
             letter_logits=st.tuples(
                 *[st.none() | st.floats(allow_nan=False, allow_infinity=False, width=32)] * 10
             ),
@@ -299,6 +306,13 @@ def test_a_line_of_garbage_is_named_by_its_number(
         ("latency_s", "fast"),
         ("index", None),
         ("level", "Nursery"),
+        ("group", "a\x01b"),
+        ("group", "a\ufffeb"),
+        ("subject", "\x1b]0;x\x07"),
+        ("subject", "S" * (MAX_LABEL + 1)),
+        ("subject", "g" * 1_000_000),
+        ("country", "a\u202eb"),
+        ("country", "\ud800"),
         ("unheard_of", 1),
         ("unheard\nof", 1),
         ("letters", ["B", "C"]),
@@ -310,7 +324,7 @@ def test_a_line_of_garbage_is_named_by_its_number(
         ("n_characters", 1 << 63),
         ("predicted", None),
     ],
-    ids=str,
+    ids=lambda value: ascii(value)[:20],
 )
 def test_a_field_that_cannot_be_is_named_by_its_line(
     field: str, value: object, whole: Path, tmp_path: Path
@@ -319,6 +333,14 @@ def test_a_field_that_cannot_be_is_named_by_its_line(
         read_record(changed(whole, tmp_path, 2, **{field: value}))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("column", LABELS)
+def test_every_label_that_a_question_may_have_is_read_back(column: str, tmp_path: Path) -> None:
+    labels = [replace(PREDICTION, **{column.lower(): label}) for label in LABELS[column]]
+    written = tuple(replace(p, index=index) for index, p in enumerate(labels))
+    assert read_record(write(tmp_path / "record.jsonl", written)).predictions == written
+    assert read_record(changed(tmp_path / "record.jsonl", tmp_path, 2, subject="S" * MAX_LABEL))
 
 
 @pytest.mark.parametrize(
