@@ -32,7 +32,7 @@ MAX_REASON = 200  # characters, of a template's own words
 Message = dict[str, str]  # role, content
 
 
-class _TemplateRefusal(ModelError):
+class _TemplateRefusal(ModelError):  # noqa: N818 - the template's own word for it
     """What a template raises by raise_exception(): of these messages it makes no conversation."""
 
 
@@ -201,15 +201,13 @@ def serve() -> None:
     render: Callable[[list[Message]], str] | None = None
     for line in sys.stdin.buffer:
         request = json.loads(line)
+        answer: dict[str, str] = {}
         _limit_time(int(12 * TIME_LIMIT_S))
         try:
-            if not request:  # whether this process runs at all
-                answer = {}
-            elif render is None:
-                render = _compile(request["template"], request["special_tokens"])
-                answer = {}
-            else:
+            if render is not None:
                 answer = {"text": render(request["messages"])}
+            elif request:  # the first is empty: whether this process runs at all
+                render = _compile(request["template"], request["special_tokens"])
         except _TemplateRefusal as refusal:
             answer = {"refusal": str(refusal)}
         except MemoryError:

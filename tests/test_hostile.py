@@ -206,7 +206,7 @@ def test_a_template_that_refuses_a_system_text_gets_it_with_the_question() -> No
 
 def test_half_of_a_surrogate_pair_is_no_prompt() -> None:
     chat = ChatTemplate(r'{{ "\ud800" }}{{ bos_token }}', {"bos_token": "<s>"}, "here")
-    with pytest.raises(ModelError, match="here fails: .*half of a surrogate pair"):
+    with pytest.raises(ModelError, match=r"here fails: .*half of a surrogate pair"):
         chat.render([], "سؤال", "")
 
 
