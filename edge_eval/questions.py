@@ -480,7 +480,9 @@ def _hub_rows(name: str, *, fetch: bool) -> Rows:
             splits[split] = (row for _, row in _csv_rows(Path(cached)))
     if len(splits) < 2:
         if not fetch:
-            raise DataError(f"{HUB_REPOSITORY}/{name}: not in the cache, and not to be fetched")
+            raise DataError(
+                f"{HUB_REPOSITORY}/{name}: not in the cache, and only --data hub fetches it"
+            )
         splits = _download(name)
     line = 0
     for split, rows in splits.items():

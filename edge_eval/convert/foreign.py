@@ -81,7 +81,8 @@ def ask_again(record: RunRecord, data: str | None) -> list[Asked]:
             f"{record.path} keeps no value for some letters, which were not among the tokens its "
             "endpoint told of: these files need all. Convert it --to csv."
         )
-    found = load_questions(RunConfig(data=source))
+    # A record names its source, but who converts it asked for no fetch.
+    found = load_questions(RunConfig(data=source), fetch=data is not None)
     by_id = {question.id: question for question in found.test}
     predictions = [p for p in record.predictions if p.rotation == 0]
     questions = [by_id[p.question_id] for p in predictions if p.question_id in by_id]
