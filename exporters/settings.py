@@ -119,7 +119,7 @@ def clean_tokenizer_settings(source: str, settings: Mapping[str, Any]) -> dict[s
     """
     cleaned: dict[str, Any] = _without(settings, set())
     _check_tokenizer_class(source, TOKENIZER_CONFIG, cleaned.get("tokenizer_class"))
-    if not isinstance(cleaned.get("model_max_length", 0), int | float):
+    if not isinstance(cleaned.get("model_max_length"), int | float | None):
         raise ExportError(f"{source}: model_max_length in tokenizer_config.json is no number.")
     # Of several chat templates the names would become names of files: only the default is kept.
     templates = cleaned.pop("chat_template", None)

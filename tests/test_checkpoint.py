@@ -421,6 +421,16 @@ def test_a_language_model_is_known_by_its_architecture(llama: Path) -> None:
         export_checkpoint(str(llama), llama / "model")
 
 
+def test_a_length_is_a_number_or_none(llama: Path) -> None:
+    for length in (None, 10**30, 1e30, 2048):
+        edit(llama / "tokenizer_config.json", model_max_length=length)
+        with open_checkpoint(str(llama)):
+            pass
+    edit(llama / "tokenizer_config.json", model_max_length="abc")
+    with pytest.raises(ExportError, match="model_max_length"), open_checkpoint(str(llama)):
+        pass
+
+
 def test_an_error_names_the_checkpoint_and_not_its_copy(llama: Path) -> None:
     (llama / "model.safetensors").write_bytes(b"\0" * 100_000)
     with pytest.raises(ExportError, match="cannot be loaded") as found:
