@@ -149,7 +149,8 @@ def _cyclic(record: RunRecord) -> list[Prediction]:
         base, n = shown.get(0), len(rotations[0].letters)
         if base is None:
             continue
-        if len(shown) < n or any(p.status is not Status.SCORED for p in rotations):
+        alike = all(p.status is Status.SCORED and len(p.letters) == n for p in rotations)
+        if shown.keys() != set(range(n)) or not alike:
             averaged.append(_decided(base, np.full(n, math.nan)))
             continue
         mean = np.mean(
