@@ -23,6 +23,7 @@ from exporters.settings import (
     check_texts,
     clean_config,
     clean_tokenizer_settings,
+    without,
 )
 
 # What a checkpoint is made of: no pickles, no code.
@@ -31,6 +32,7 @@ WEIGHTS = "*.safetensors"
 INDEX = "model.safetensors.index.json"
 LINKED = (
     WEIGHTS,
+    INDEX,
     TOKENIZER,
     "vocab.json",
     "merges.txt",
@@ -39,7 +41,6 @@ LINKED = (
     "chat_template.jinja",
 )
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
-SETTINGS = (CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, INDEX)
 MAX_JSON_BYTES = 64 << 20
 _HUB_ID = re.compile(r"(?=.{3,200}$)[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -150,8 +151,11 @@ def _check_files(source: str, folder: Path) -> list[Path]:
         )
     files = [path for pattern in LINKED for path in folder.glob(pattern) if path.is_file()]
     # The Hub's cache keeps every file of a repository beside its snapshots, and links to it.
-    root = folder.parent.parent if folder.parent.name == "snapshots" else folder
-    for path in (*files, *map(folder.joinpath, SETTINGS)):
+    cache = folder.parent.parent
+    is_cached = folder.parent.name == "snapshots" and cache.name.startswith("models--")
+    root = cache if is_cached else folder
+    settings = map(folder.joinpath, (CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS))
+    for path in (*files, *settings):
         if not path.resolve().is_relative_to(root.resolve()):
             raise ExportError(
                 f"{path} points outside its folder, to {path.resolve()}: not opened. Put the file "
@@ -178,7 +182,8 @@ def _check_files(source: str, folder: Path) -> list[Path]:
 
 def _clean_others(source: str, folder: Path) -> dict[str, dict[str, Any]]:
     """What the copy holds of the other files of settings, by name."""
-    found = {name: read_json(folder / name) for name in SETTINGS[1:] if (folder / name).is_file()}
+    names = (TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
+    found = {n: without(read_json(folder / n)) for n in names if (folder / n).is_file()}
     if TOKENIZER_CONFIG in found:
         found[TOKENIZER_CONFIG] = clean_tokenizer_settings(source, found[TOKENIZER_CONFIG])
     check_texts(source, found.get(SPECIAL_TOKENS, {}))

@@ -8,7 +8,7 @@ LEFT_OUT, or a bound more in _check_sizes().
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from edge_eval.errors import ExportError
@@ -65,7 +65,7 @@ def clean_config(source: str, config: Mapping[str, Any], weight_bytes: int) -> d
 
     # What the class itself has is no setting: methods, and names of names.
     own = {name for name in dir(PretrainedConfig) if name != "model_type"}
-    cleaned: dict[str, Any] = _without(config, own)
+    cleaned: dict[str, Any] = without(config, own)
     known = exportable()
     for part in _objects(cleaned):
         wish = next((name for name in ("auto_map", "trust_remote_code") if part.get(name)), None)
@@ -117,7 +117,7 @@ def clean_tokenizer_settings(source: str, settings: Mapping[str, Any]) -> dict[s
 
     Errors: ExportError for a class that is no language model's tokenizer, and as check_texts().
     """
-    cleaned: dict[str, Any] = _without(settings, set())
+    cleaned: dict[str, Any] = without(settings)
     _check_tokenizer_class(source, TOKENIZER_CONFIG, cleaned.get("tokenizer_class"))
     if not isinstance(cleaned.get("model_max_length"), int | float | None):
         raise ExportError(f"{source}: model_max_length in tokenizer_config.json is no number.")
@@ -181,7 +181,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def _without(value: Any, names: set[str], depth: int = 0) -> Any:
+def without(value: Any, names: Set[str] = frozenset(), depth: int = 0) -> Any:
     """A JSON value without ``names`` and what is left out always, at any depth.
 
     Errors: ExportError when that is deeper than settings are.
@@ -190,10 +190,10 @@ def _without(value: Any, names: set[str], depth: int = 0) -> Any:
         raise ExportError(f"a setting of the checkpoint's is nested over {MAX_DEPTH} deep.")
     if isinstance(value, dict):
         return {
-            name: _without(inner, names, depth + 1)
+            name: without(inner, names, depth + 1)
             for name, inner in value.items()
             if name not in names and not LEFT_OUT.fullmatch(name)
         }
     if isinstance(value, list):
-        return [_without(inner, names, depth + 1) for inner in value]
+        return [without(inner, names, depth + 1) for inner in value]
     return value

@@ -153,6 +153,22 @@ def test_links_out_of_the_folder_are_not_followed(llama: Path, tmp_path: Path) -
         export_checkpoint(str(llama), tmp_path / "model")
 
 
+def test_a_folder_called_snapshots_is_no_cache(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "snapshots").mkdir()
+    folder = llama.rename(tmp_path / "snapshots" / "model")
+    (tmp_path / "secret").write_text("x", encoding="utf-8")
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(ExportError, match="points outside its folder"):
+        export_checkpoint(str(folder), tmp_path / "out")
+
+
+@pytest.mark.parametrize("file", ["special_tokens_map.json", "added_tokens.json"])
+def test_tokens_nested_without_end_are_one_line(file: str, llama: Path) -> None:
+    (llama / file).write_text('{"a":' * 300 + "1" + "}" * 300, encoding="utf-8")
+    with pytest.raises(ExportError, match="nested over 64 deep"):
+        export_checkpoint(str(llama), llama / "model")
+
+
 def test_the_hubs_cache_is_links_within_a_repository(llama: Path, tmp_path: Path) -> None:
     repository = tmp_path / "models--someone--tiny"
     snapshot, blobs = repository / "snapshots" / "0", repository / "blobs"
